@@ -23,7 +23,7 @@ from raypo.rewards.functions import (
 from raypo.rewards.judge import DeployedJudge, Judge
 from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, source_weights
 from raypo.rollout.collect import Sampling
 from raypo.rollout.curriculum import CurriculumStream, few_draws_note
 from raypo.rollout.episodes import open_episodes
@@ -115,13 +115,13 @@ class RolloutInputs:
         if section and services.judge:
             ask, max_attempts = DeployedJudge(services.judge), config.reward.request.max_attempts
             judge = Judge(section, ask, max_attempts=max_attempts)
-        return Scorer.from_config(
+        return Scorer(
             self.reward_function,
             tuple(services.rewards.values()),
+            source_weights(config.reward, config.model),
             servers=self.reward_servers,
             judge=judge,
-            reward=config.reward,
-            model=config.model,
+            processes=config.reward.processes,
             reference=services.reference,
             models_apart=services.models_apart,
         )

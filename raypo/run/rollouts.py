@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raypo.concurrency import daemon_future
 from raypo.config import FilterSection, OnlineConfig, PPOConfig
 from raypo.metrics.clock import Clock, Span
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, Scoring
 from raypo.rollout.collect import Sampler
 from raypo.rollout.controller import RolloutController
 from raypo.rollout.evaluation import evaluate_policy
@@ -218,7 +218,7 @@ class Rollouts:
         drops. Its thread is one of the controller's.
         """
         self._phases.turn(Phase.GENERATE)
-        scoring = self._scorer.begin()
+        scoring = Scoring(self._scorer)
         rollouts = self._sampler.sample(
             prompts,
             on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling

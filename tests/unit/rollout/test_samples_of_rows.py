@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
+from raypo.config import EvalSection, PPOConfig, PPOSection
 from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
@@ -227,9 +227,7 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         ),
         None,
         section=EvalSection(),
-        scorer=Scorer.from_config(
-            judge, (), reward=RewardSection(), model=ModelSection(policy="p")
-        ),
+        scorer=Scorer(judge, (), {}),
     )
     assert figures["eval/response_tokens_mean"] == 8.0
     assert figures["eval/episode/hits"] == 1.0
