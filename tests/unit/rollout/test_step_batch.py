@@ -13,24 +13,20 @@ from raypo.rewards.scoring import RewardError
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt, Rollout
+from tests.rollouts import plain_rollout
 
 LENIENT = RewardSection(max_failed_fraction=1.0)
 ALIKE, VARIED = (1.0, 1.0), (0.0, 1.0)
 
 
 def rollout(group: int, sample: int, tokens: int = 3) -> Rollout:
-    return Rollout(
+    return plain_rollout(
         prompt="p",
         response="r",
+        num_response=tokens,
         prompt_ids=np.array([5], np.int32),
         response_ids=np.full(tokens, 6, np.int32),
-        log_probs=np.zeros(tokens, np.float32),
-        response_mask=np.ones(tokens, dtype=bool),
-        label=None,
-        prompt_index=0,
         sample_index=sample,
-        finish_reason="stop",
-        weight_version=0,
         group_index=group,
     )
 

@@ -1,31 +1,17 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from raypo.config import PPOConfig
 from raypo.rollout.step_batch import StepBatch
 from raypo.run.utilization import Work, models_of, step_work, work_metrics
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_policy
 
 
 def scored(group: int, sample: int, *, prompt: int, response: int) -> Rollout:
-    return Rollout(
-        prompt="",
-        response="",
-        prompt_ids=np.zeros(prompt, dtype=np.int32),
-        response_ids=np.zeros(response, dtype=np.int32),
-        log_probs=np.zeros(response, dtype=np.float32),
-        response_mask=np.ones(response, dtype=bool),
-        label=None,
-        prompt_index=0,
-        sample_index=sample,
-        finish_reason="stop",
-        weight_version=0,
-        group_index=group,
-        score=1.0,
-    )
+    return plain_rollout(prompt, response, group_index=group, sample_index=sample, score=1.0)
 
 
 @pytest.fixture(scope="module")
