@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer, Rollout
@@ -32,6 +31,7 @@ from tests.integration.task import (
     REPOSITORY,
     kill_train_workers,
     numbers,
+    pid_of,
     read_metrics,
     wait_for_steps,
 )
@@ -136,16 +136,6 @@ def assert_accounts_close(folder: Path, metrics: list[dict[str, Any]]) -> dict[s
 
 def all_draws(steps: list[list[int]]) -> list[int]:
     return [group for step in steps for group in step]
-
-
-def pid_of(replica: str) -> int:
-    """Of a replica's process, once it is up."""
-    while True:
-        with suppress(RayActorError, ValueError):
-            actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.status.remote())
-            return life.pid
-        time.sleep(0.2)
 
 
 def load_of(replica: str) -> Load:
