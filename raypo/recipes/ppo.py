@@ -118,7 +118,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         # 7. held-out score, callbacks, stop rules, checkpoint and models, report
         run_steps(run, records, checkpoints, train_step, rollouts.evaluate)
         if records.stopped:
-            rollouts.tell_unused()
+            rollouts.report_unused()
         return records.finish()
 
 

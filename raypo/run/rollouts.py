@@ -68,10 +68,16 @@ class Rollouts:
         self._inputs = own
         self._sampler = Sampler(weights.engines, inputs.tokenizer, own.sampling)
         self._scorer = changed(own.scorer(config, services))
+        new_batch = partial(
+            StepBatch,
+            missing_groups=config.prompts_answered,
+            filter=config.ppo.filter if isinstance(config, PPOConfig) else FilterSection(),
+            reward=config.reward,
+        )
         self._controller = RolloutController(
             own.source,
             self._sample_and_score,
-            partial(_empty_batch, config),
+            new_batch,
             num_steps=config.num_steps,
             prompts_per_step=config.prompts_answered,
             max_staleness=section.staleness,
@@ -175,7 +181,7 @@ class Rollouts:
         """Return the time spans of sampling ahead on the first worker, none on all others."""
         return self._controller.spans() if self._controller else []
 
-    def tell_unused(self) -> None:
+    def report_unused(self) -> None:
         """Report the number of samples that were asked for ahead and are not trained."""
         if self._controller and (unused := self._controller.num_unused):
             self._run.tell.message(f"{unused} samples were asked for ahead and are not trained")
@@ -241,8 +247,3 @@ class Rollouts:
             scorer=scorer,
             before_scoring=partial(self._phases.turn, Phase.SCORE),
         )
-
-
-def _empty_batch(config: OnlineConfig) -> StepBatch:
-    section = config.ppo.filter if isinstance(config, PPOConfig) else FilterSection()
-    return StepBatch(missing_groups=config.prompts_answered, filter=section, reward=config.reward)
