@@ -57,8 +57,9 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
-    for scores in (scores for scores in by_group.values() if len(scores) > 1):
-        means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
+    for scores in by_group.values():
+        if len(scores) > 1:
+            means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.values(), "rollout/score_mean/")
     unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
     return unknown | metrics if metrics else {}
