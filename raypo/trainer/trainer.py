@@ -358,9 +358,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
         began = time.monotonic()
         started = began - earlier_s
-        about = {"location": self._files.location}
-        about |= self.config.model_dump(include={"recipe", "num_steps"})
-        monitor = start_monitor(self.config.name, about=about)
+        monitor = start_monitor(self.config.name)
         self._show_prints_of_callbacks(monitor)
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
