@@ -312,8 +312,8 @@ class ThreadWorkers(Workers):
         gathered = self.gather(value)
         return gathered if self.rank == 0 else []
 
-    def scatter(self, hands: Sequence[Any]) -> Any:
-        return self.broadcast(hands)[self.rank]
+    def scatter(self, values: Sequence[Any]) -> Any:
+        return self.broadcast(values)[self.rank]
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]
