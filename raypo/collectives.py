@@ -113,17 +113,17 @@ class Workers:
         dist.gather_object(value, gathered or None, group=self.group, group_dst=0)
         return gathered
 
-    def scatter(self, hands: Sequence[Any]) -> Any:
+    def scatter(self, values: Sequence[Any]) -> Any:
         """Return the value that rank 0 has for this worker.
 
         Args:
-            hands: One picklable value for each worker, in the order of ranks. Only those of rank 0
+            values: One picklable value for each worker, in the order of ranks. Only those of rank 0
                 count.
         """
         if self.count == 1:
-            return hands[0]
+            return values[0]
         received = [None]
-        sent = list(hands) if self.rank == 0 else None
+        sent = list(values) if self.rank == 0 else None
         dist.scatter_object_list(received, sent, group=self.group, group_src=0)
         return received[0]
 

@@ -68,7 +68,6 @@ NOT_RUN = {
     "ray start": "it would leave a Ray on the machine that runs this",
     "ray stop": "it would end the Ray of others",
     "RAY_ADDRESS=": "it needs a cluster; slow tests join one",
-    "raypo status --cluster": "it needs a cluster; an integration test asks one",
     "python -m pytest": "it is what runs this",
     "python -m scripts.scale_table": "a unit test and a slow one compare what it prints",
 }

@@ -39,11 +39,11 @@ def explain(
         typer.echo(f"ppo.preset: {key} sets these keys of the section ppo\n  {preset_text(key)}")
         return
     if key is None and recipe == "ppo":
-        found = [keys_at(each, root)[0] for each in FIRST_KEYS]
+        found = [keys_at(key, root)[0] for key in FIRST_KEYS]
     else:
         found = keys_at(key or "", root)
-    for each in found:
-        _print(each)
+    for entry in found:
+        _print(entry)
     if key == "ppo.preset":
         for name in PRESETS:
             typer.echo(f"  {name}: {preset_text(name)}")

@@ -20,10 +20,6 @@ def status(
             help="Folders or URIs of runs or sweeps, or folders that contain several. Default: runs"
         ),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Also show the active runs on this Ray cluster: host:port, or auto."),
-    ] = None,
 ) -> None:
     """Show the status, progress, scores and remaining time of each run."""
     import time
@@ -54,35 +50,11 @@ def status(
             own = status_at(files)
             names = [] if own else [name for name in files.names() if not name.startswith(".")]
             below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
-            each = [own] if own else [run for run in below if run is not None]
-            if not each and (runs or cluster is None):
+            statuses = [own] if own else [run for run in below if run is not None]
+            if not statuses:
                 raise no_run(location)
-            found += sorted(each, key=lambda run: run.age_s or 0.0)
-    if cluster is not None:
-        known = {run.location for run in found}
-        found += [run for run in _under_way(cluster, now) if run.location not in known]
-    if not found:
-        typer.echo(f"raypo: no run is active on {cluster}, and runs/ contains none.")
-        return
+            found += sorted(statuses, key=lambda run: run.age_s or 0.0)
     if len(found) == 1:
         typer.echo("\n".join(paragraph(found[0])))
     else:
         Console(highlight=False).print(table(found))
-
-
-def _under_way(address: str, now: float) -> list[RunStatus]:
-    """Return a cluster's runs as their monitor actors report them.
-
-    Their folders are not read, because this machine may be unable to reach them.
-    """
-    import ray
-
-    from raypo.cluster.connect import look_into
-    from raypo.cluster.run_monitor import runs_under_way
-    from raypo.storage.run_state import status_in_progress
-
-    look_into(address, "--cluster")
-    try:
-        return [status_in_progress(name, each, now) for name, each in runs_under_way()]
-    finally:
-        ray.shutdown()

@@ -123,14 +123,14 @@ def _check_further(further: Sequence[str]) -> None:
     """
     from raypo.config import ConfigError
 
-    for each in further:
-        name = each.partition("=")[0].replace("_", "-")  # vLLM takes underscores too
+    for option in further:
+        name = option.partition("=")[0].replace("_", "-")  # vLLM takes underscores too
         for fixed, remedy in _FIXED.items():
             # argparse takes any unambiguous beginning of a name.
             if len(name) > len("--") and fixed.startswith(name):
                 raise ConfigError(
-                    f"-- ({each}): raypo itself sets where vLLM's server listens and which API key "
-                    f"it requires. Use {remedy}."
+                    f"-- ({option}): raypo itself sets where vLLM's server listens and which API "
+                    f"key it requires. Use {remedy}."
                 )
 
 

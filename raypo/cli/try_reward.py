@@ -126,15 +126,15 @@ def _lines(done: Sequence[Trial]) -> Iterator[str]:
         _, rollout, _ = responses[0]
         source = f" of {rollout.data_source}" if rollout.data_source else ""
         yield f"  row {rollout.prompt_index}{source}: {_short(rollout.prompt, 100)}"
-        for kind, each, score in responses:
-            yield f"    {kind}  {_words(score)}  {_short(each.response, 60)}"
+        for kind, response, score in responses:
+            yield f"    {kind}  {_words(score)}  {_short(response.response, 60)}"
     for trial in done:
         count = len(trial.rollouts)
         yield (
             f"  {trial.kind}: {trial.seconds:.3g} s for a call with {count} responses, "
             f"{1000 * trial.seconds / count:.3g} ms each"
         )
-    scores = {trial.kind: [float(each) for each in trial.scores] for trial in done}
+    scores = {trial.kind: [float(score) for score in trial.scores] for trial in done}
     if "right" not in scores:
         yield "  No row has a known answer (data.label_key), so no right response was tried."
     elif max(scores["right"]) <= min(scores["wrong"]):

@@ -205,27 +205,6 @@ def _tell_ray(how: str) -> None:
         Console().message(f"raypo: Ray at {ray.get_runtime_context().gcs_address}, {how}")
 
 
-def look_into(address: str, source: str) -> None:
-    """Connect to a running cluster, only to query it.
-
-    Args:
-        address: host:port, or auto for the Ray on this machine.
-        source: Setting or option that gave the address, for messages.
-
-    Raises:
-        ConfigError: no Ray answers at the address, or it refuses the token.
-    """
-    address = (_started_here() or address) if address == "auto" else address
-    _probe(address, source)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{source} ({address}): no cluster was found ({first_line}). Give its host:port."
-        ) from None
-
-
 def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
     """Return the cluster's address and the setting that gives it. None means a local Ray."""
     if section.address:

@@ -135,10 +135,10 @@ def _group(group: str, text: str) -> tuple[Node, int]:
         if terabytes := item_values.pop("ram_tb", None):
             item_values["ram_gb"] = 1000 * float(terabytes)
         if kind := str(item_values.pop("kind", "")):
-            gpu = next((each for each in GPUS if each.name.lower() == kind.lower()), None)
+            gpu = next((gpu for gpu in GPUS if gpu.name.lower() == kind.lower()), None)
             item_values = {**item_values, "gpu_gb": gpu.memory_gb} if gpu else {}
         if not item_values:
-            known = ", ".join(each.name for each in GPUS)
+            known = ", ".join(gpu.name for gpu in GPUS)
             raise _refusal(
                 text,
                 f"{item!r} is not NxKIND ({known}), NxGPUmG, NxCPU, mG, mT, mGbit or a number "
@@ -182,7 +182,7 @@ def _own_gpus() -> list[tuple[int, str]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return memories
-    return memories[: len([each for each in visible.split(",") if each.strip() not in ("", "-1")])]
+    return memories[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
 
 
 def _memory() -> int:

@@ -206,7 +206,7 @@ def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
         for index in range(1 if role.num_replicas == "auto" else role.num_replicas):
             occupant = Occupant(role.name, index, share, processes=role.num_devices)
             for gpus, selector, occupants in bundles:
-                taken = sum(each.gpus for each in occupants)
+                taken = sum(other.gpus for other in occupants)
                 fits = selector == labels and taken + share <= gpus + _ROUNDING
                 if not takes_cores and fits:
                     occupants.append(occupant)
@@ -366,7 +366,7 @@ def lay_out(
         spots.append(("workers", rank, replace(bundle, occupants=tuple(occupants[rank])), node))
     result: list[PlacedBundle] = []
     for group, index, bundle, node in spots:
-        first = sum(each.bundle.gpus for each in result if each.node == node)
+        first = sum(device.bundle.gpus for device in result if device.node == node)
         gpus = range(first, first + bundle.gpus)
         result.append(PlacedBundle(group, index, bundle, node, gpus))
     return result
@@ -440,7 +440,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     for key, text in selector.items():
         value = text.removeprefix("!")
         is_list = value.startswith("in(")
-        wanted = [each.strip() for each in value[3:-1].split(",")] if is_list else [value]
+        wanted = [label.strip() for label in value[3:-1].split(",")] if is_list else [value]
         if (labels.get(key) in wanted) == text.startswith("!"):
             return False
     return True
@@ -455,7 +455,7 @@ def _room(bundle: Bundle, node: Resources) -> int:
     """Return the number of copies of a bundle that fit on a node, at most a million."""
     if not _allows(bundle, node):
         return 0
-    parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
+    parts = [node.get(name, 0.0) / amount for name, amount in bundle.resources.items() if amount]
     return int(min(1e6, *parts) + _ROUNDING)
 
 
@@ -491,7 +491,7 @@ def _refusal(
     for bundle in dedicated:
         alike.setdefault(f"{bundle.resources} {bundle.labels}", []).append(bundle)
     named = {
-        f"dedicated {', '.join(str(who) for each in bundles for who in each.occupants)}": bundles
+        f"dedicated {', '.join(str(who) for b in bundles for who in b.occupants)}": bundles
         for bundles in alike.values()
     }
     placed = place(dedicated, nodes, strategy)

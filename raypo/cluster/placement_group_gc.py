@@ -108,7 +108,7 @@ class PlacementGroupGC:
         for pair in pairs:
             remove_placement_group(pair[1])
             with self._lock:
-                self._held = [each for each in self._held if each is not pair]
+                self._held = [held for held in self._held if held is not pair]
 
 
 def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle:

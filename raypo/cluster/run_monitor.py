@@ -1,8 +1,8 @@
 """Monitor of a run: workers send events to the driver, and the driver may request a stop.
 
 Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting; the
-driver polls them with `drain`. Workers query `stop_requested`. Other processes of the cluster query
-`standing`. The actor runs one method at a time, so it needs no lock.
+driver polls them with `drain`. Workers query `stop_requested`. The actor runs one method at a time,
+so it needs no lock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -28,10 +26,7 @@ ONCE_S = 60.0
 class Monitor:
     """Zero-CPU actor that buffers events for the driver and holds its request to stop."""
 
-    def __init__(self, about: Mapping[str, Any] | None = None) -> None:
-        self._about = dict(about or {})
-        self._metrics: dict[str, float] = {}
-        self._changed_at = time.time()
+    def __init__(self) -> None:
         self._made = time.monotonic()
         self._events: list[tuple[str, Any]] = []
         self._told: dict[str, float] = {}
@@ -44,9 +39,6 @@ class Monitor:
     def tell(self, kind: str, content: Any) -> None:
         """Buffer an event for the driver."""
         self._events.append((kind, content))
-        if kind in ("start", "step"):  # `start` has the first step, which is not 1 after a resume
-            self._metrics = content if kind == "step" else {"step": content - 1}
-            self._changed_at = time.time()
 
     def tell_once(self, key: str, text: str) -> None:
         """Buffer a message that several workers may report within `ONCE_S` seconds."""
@@ -54,14 +46,6 @@ class Monitor:
         if now - self._told.get(key, -math.inf) > ONCE_S:
             self.tell("message", text)
         self._told[key] = now
-
-    def standing(self) -> dict[str, Any]:
-        """Return the run's status: `about`, `metrics` of its last step, and `changed_at`.
-
-        `changed_at` is the time at which that step ended, in seconds since 1970. Before the first
-        step it is the time at which the run began.
-        """
-        return {**self._about, "metrics": self._metrics, "changed_at": self._changed_at}
 
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
         """Record the driver's memory, and return the events since the last call, in order.
@@ -107,47 +91,13 @@ class Monitor:
         return "Monitor(stopping)" if self._stop else "Monitor(running)"
 
 
-_PREFIX, _SUFFIX = "raypo:", ":monitor"
-ANSWER_TIMEOUT_S = 5.0
-"""Timeout of a status query to other runs' monitors."""
-
-
-def start_monitor(run: str, *, about: Mapping[str, Any] | None = None) -> ActorHandle:
-    """Start the monitor of a run, owned by this process.
-
-    Args:
-        run: Name of the run.
-        about: `recipe`, `location` and `num_steps` of the run, for status queries.
-    """
-    name, kwargs = f"{_PREFIX}{run}{_SUFFIX}", {"about": dict(about or {})}
+def start_monitor(run: str) -> ActorHandle:
+    """Start the monitor of a run, owned by this process."""
     # Run on the driver's node, like Ray Train's controller: another node may be lost while the run
     # continues.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": here}
-    return start_named(Monitor, name, options=options, kwargs=kwargs)
-
-
-def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
-    """Return the runs of the connected cluster, in all namespaces, with their monitors' status.
-
-    Runs whose monitor does not answer in time are left out.
-    """
-    asked: dict[Any, str] = {}
-    # Ray's annotation says list[str], but with all namespaces these are dicts.
-    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
-    for actor in named:
-        name = str(actor["name"])
-        if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            with suppress(ValueError):  # the actor has ended since
-                answer = ray.get_actor(name, actor["namespace"]).standing.remote()
-                asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
-    if asked:
-        ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
-    answers: list[tuple[str, dict[str, Any]]] = []
-    for answer, run in asked.items():
-        with suppress(RayError):
-            answers.append((run, ray.get(answer, timeout=0)))
-    return answers
+    return start_named(Monitor, f"raypo:{run}:monitor", options=options, kwargs={})
 
 
 class MonitorClient:

@@ -55,7 +55,7 @@ class _Wanted(BaseModel):
     def stops(self) -> list[str]:
         """Stop strings, which end a response and are not part of it."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [each for each in stops if each]
+        return [stop for stop in stops if stop]
 
     @property
     def wants_usage(self) -> bool:
@@ -136,8 +136,10 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
         return kind.model_validate_json(body)
     except ValidationError as error:
         problems = {
-            ".".join(str(part) for part in each["loc"] if isinstance(part, str | int)): each["msg"]
-            for each in error.errors()
+            ".".join(str(part) for part in problem["loc"] if isinstance(part, str | int)): problem[
+                "msg"
+            ]
+            for problem in error.errors()
         }
         wrong = "; ".join(
             f"{where or 'body'}: {what}" for where, what in list(problems.items())[:3]
@@ -185,7 +187,7 @@ def text_and_calls(
     """
     kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
     text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
-    text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+    text = text[: min((text.find(ending) for ending in stop if ending in text), default=len(text))]
     if tools is not None:
         with suppress(ToolError):
             said, calls = split_tool_calls(text, tools)
@@ -204,15 +206,15 @@ def answer_of(
         answered: All responses. The `n` responses to a prompt are consecutive.
     """
     is_chat, choices = isinstance(request, ChatRequest), []
-    for index, each in enumerate(answered):
-        reason = each.completion.finish_reason
+    for index, response in enumerate(answered):
+        reason = response.completion.finish_reason
         choice: dict[str, Any] = {
             "index": index,
-            "finish_reason": "tool_calls" if each.tool_calls and reason == "stop" else reason,
-            "logprobs": _log_probs(each, is_chat) if request.wants_log_probs else None,
-        } | ({"message": _message(each)} if is_chat else {"text": each.text})
+            "finish_reason": "tool_calls" if response.tool_calls and reason == "stop" else reason,
+            "logprobs": _log_probs(response, is_chat) if request.wants_log_probs else None,
+        } | ({"message": _message(response)} if is_chat else {"text": response.text})
         if request.return_token_ids:
-            choice["token_ids"] = each.completion.token_ids.tolist()
+            choice["token_ids"] = response.completion.token_ids.tolist()
             if not is_chat:
                 choice["prompt_token_ids"] = prompts_ids[index // request.n]
         choices.append(choice)
@@ -220,7 +222,7 @@ def answer_of(
     if request.return_token_ids and is_chat:
         body["prompt_token_ids"] = prompts_ids[0]
     given = sum(map(len, prompts_ids))
-    sampled = sum(len(each.completion.token_ids) for each in answered)
+    sampled = sum(len(response.completion.token_ids) for response in answered)
     usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
     return body | {"usage": usage}
 
@@ -232,9 +234,9 @@ def _message(answered: Answered) -> dict[str, Any]:
         {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
-            "function": {"name": each.name, "arguments": json.dumps(dict(each.arguments))},
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
         }
-        for each in answered.tool_calls
+        for call in answered.tool_calls
     ]
     return {"role": "assistant", "content": answered.text or None, "tool_calls": calls}
 

@@ -11,19 +11,18 @@ import numpy as np
 from raypo.config import ExamplesConfig, PolicyExamplesConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
-from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item
 from raypo.metrics.clock import Clock
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
-from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.reward_trial import ROWS, try_before_start
+from raypo.run.online_inputs import load_held_out
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints
@@ -102,14 +101,10 @@ class AnswerEvaluation:
     @classmethod
     def start(cls, run: Run[PolicyExamplesConfig], tokenizer: Any) -> AnswerEvaluation | None:
         """Load the held-out prompts and start the engines. None means that no function scores."""
-        config, key = run.config, "eval.prompts"
+        config = run.config
         if not config.needs_engine:
             return None
-        section = config.data.model_copy(update={"prompts": config.eval.prompts})
-        loaded = load_prompts(section, tokenizer, key=key, label_checks=label_checks(config, key))
-        for note in loaded.notes(key):
-            run.tell.message(note)
-        Limits.of(config.model.policy).check([[loaded.highest]], tokenizer, key=key)
+        loaded = load_held_out(run, tokenizer)
         function = evaluation_function(config.eval, None)
         if function is not None and run.workers.rank == 0:
             try_before_start(function, loaded.prompts[:ROWS], tokenizer, run.tell.message)

@@ -27,7 +27,6 @@ from raypo.ppo.estimators import with_advantages
 from raypo.rollout.sharding import to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
-from raypo.run.policy_evaluation import Evaluation
 from raypo.run.ppo_learner import exports_of, start_learner
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import rollout_rows
@@ -59,7 +58,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         roles = Roles.of(run.workers, config.learner.critic_workers)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, roles)
-        rollouts = Rollouts(run, inputs, services, phases, weights)
+        rollouts = Rollouts(run, records, inputs, services, phases, weights)
         phases.enter(Phase.LEARN)
         # Where roles start at the same time, the engine compiles too, and takes longer.
         learner = start_learner(run, inputs, roles, warms_up=not phases.offloads)  # 3. the models
@@ -76,8 +75,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         saved = checkpoints.restore()  # empty if there is no checkpoint
         state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
-        evaluation = Evaluation(run, rollouts, records)
-        evaluation.before_first_update()
+        rollouts.evaluate_initial()
         rollouts.begin(last_step=records.last_step)
 
         def train_step(step: int, clock: Clock) -> StepResult:
@@ -118,9 +116,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             )
 
         # 7. held-out score, callbacks, stop rules, checkpoint and models, report
-        run_steps(run, records, checkpoints, train_step, evaluation.metrics)
+        run_steps(run, records, checkpoints, train_step, rollouts.evaluate)
         if records.stopped:
-            rollouts.tell_unused()
+            rollouts.report_unused()
         return records.finish()
 
 

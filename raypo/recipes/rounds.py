@@ -25,7 +25,6 @@ from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import is_trainable
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
-from raypo.run.policy_evaluation import Evaluation
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import sample_row
 from raypo.run.rollouts import Rollouts
@@ -133,8 +132,8 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         for number in range(workers.broadcast(len(batches))):
             batch = batches[number] if batches else []  # other workers than the first have none
             shares = even_shares([lengths(item) for item in batch], workers.count)
-            hand = workers.scatter([[batch[index] for index in share] for share in shares])
-            updates.append(learner.update(hand, step=step))
+            share = workers.scatter([[batch[index] for index in share] for share in shares])
+            updates.append(learner.update(share, step=step))
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         columns = {name: [row[name] for row in updates if name in row] for name in names}
         return {"train/updates": float(len(updates))} | {
@@ -180,7 +179,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         recipe = kind(run, inputs, services)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
-        rollouts = Rollouts(run, inputs, services, phases, weights, changed=recipe.scorer)
+        rollouts = Rollouts(run, records, inputs, services, phases, weights, changed=recipe.scorer)
         phases.enter(Phase.LEARN)
         learner = phases.learner = new_learner(run, recipe.make_task)
         checkpoints = Checkpoints(
@@ -195,8 +194,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         if saved := checkpoints.restore():
             recipe.load_state_dict(saved)
         weights.push_first(learner, version=records.last_step)
-        evaluation = Evaluation(run, rollouts, records)
-        evaluation.before_first_update()
+        rollouts.evaluate_initial()
         rollouts.begin(last_step=records.last_step)
 
         def train_round(step: int, clock: Clock) -> StepResult:
@@ -220,7 +218,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             clock.lap("time/push_weights_s")
             return StepResult(metrics, recipe.state_dict(), samples=batch.scored)
 
-        run_steps(run, records, checkpoints, train_round, evaluation.metrics)
+        run_steps(run, records, checkpoints, train_round, rollouts.evaluate)
         return records.finish()
 
 

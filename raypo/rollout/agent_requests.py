@@ -41,10 +41,10 @@ async def answer(session: Session, wanted: Wanted) -> Answer:
     prompts = [chat_messages(wanted.messages)] if is_chat else wanted.prompts
     try:
         pairs = [
-            (None, np.asarray(each, np.int32))
-            if is_ids(each)
-            else (each, session.ids_of(each, tools))
-            for each in prompts
+            (None, np.asarray(prompt, np.int32))
+            if is_ids(prompt)
+            else (prompt, session.ids_of(prompt, tools))
+            for prompt in prompts
         ]
     except Exception as error:  # templates can raise anything
         raise RequestError(f"the chat template refuses the prompt: {error}") from error
@@ -90,8 +90,8 @@ async def _sample(
         # The ids contain the stop string, so the remembered text must contain it too. Only a
         # conversation with the stop string may then continue this row.
         text, calls = text_and_calls(tokenizer, ids, stop_token_ids=ends, tools=tools)
-        functions = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
-        called = [{"type": "function", "function": each} for each in functions]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        called = [{"type": "function", "function": function} for function in functions]
         turn.remember(words, text, tools, **({"tool_calls": called} if called else {}))
     text, calls = text_and_calls(
         tokenizer, ids, stop=wanted.stops, stop_token_ids=ends, tools=tools

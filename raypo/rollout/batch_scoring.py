@@ -63,39 +63,6 @@ class Scorer:
     models_apart: bool = False
     """True if reward and reference models share no cores or devices with the engines."""
 
-    @classmethod
-    def from_config(
-        cls,
-        function: RewardFunction | None,
-        models: tuple[RewardModel, ...],
-        *,
-        reward: RewardSection,
-        model: SampledModelSection,
-        servers: Mapping[str, RewardFunction] | None = None,
-        judge: RewardFunction | None = None,
-        reference: Reference | None = None,
-        models_apart: bool = False,
-    ) -> Scorer:
-        """Return a scorer of these sources, with the weights of a config."""
-        entries = model.reward or ()
-        weights = {
-            name: reward.weights.model * entry.weight
-            for name, entry in zip(model_sources(len(entries)), entries, strict=True)
-        }
-        if function is not None:
-            weights[FUNCTION] = reward.weights.function
-        servers = servers or {}
-        weights |= {name: getattr(reward.weights, name) for name in servers}
-        if judge is not None:
-            weights[JUDGE] = reward.weights.judge
-        return cls(
-            function, models, weights, servers, judge, reward.processes, reference, models_apart
-        )
-
-    def begin(self) -> Scoring:
-        """Begin to score a batch."""
-        return Scoring(self)
-
     def score(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Score a whole batch and compute its reference log-probs. All sources run concurrently."""
         return Scoring(self).results(rollouts)
@@ -211,7 +178,7 @@ class Scoring:
     def _call_models(self, rollouts: list[Rollout]) -> None:
         scorer = self._scorer
         reference = scorer.reference.log_probs(rollouts) if scorer.reference else None
-        models = [each.score(rollouts) for each in scorer.models]
+        models = [model.score(rollouts) for model in scorer.models]
         self._model_calls.append(_ModelCalls(rollouts, reference, models))
 
 
@@ -298,6 +265,15 @@ def named_numbers(scored: Rollout) -> dict[str, float]:
     if episode := scored.episode:
         named |= {f"episode/{name}": value for name, value in episode.metrics.items()}
     return named
+
+
+def source_weights(reward: RewardSection, model: SampledModelSection) -> dict[str, float]:
+    """Return the weight of each source of a config's score."""
+    entries, weights = model.reward or (), reward.weights
+    names = model_sources(len(entries))
+    return {FUNCTION: weights.function, URL: weights.url, JUDGE: weights.judge} | {
+        name: weights.model * entry.weight for name, entry in zip(names, entries, strict=True)
+    }
 
 
 def model_sources(count: int) -> list[str]:

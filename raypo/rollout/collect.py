@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,14 +23,6 @@ from raypo.seeds import SeedWord
 from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer's interface that sampling uses."""
-
-    def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
-        """Return the text of each row of ids."""
-        ...
 
 
 class Plays(Protocol):
@@ -120,7 +112,7 @@ class Sampler:
     """
 
     engines: Engines
-    tokenizer: Decoder
+    tokenizer: Any
     sampling: Sampling
 
     def sample(
@@ -189,7 +181,7 @@ class _Groups:
 
     prompts: Sequence[Prompt]
     sampling: Sampling
-    tokenizer: Decoder
+    tokenizer: Any
     on_rollouts: Callable[[list[Rollout]], None] | None
     _completions: dict[int, Completion] = field(default_factory=dict)
     _rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
@@ -303,7 +295,7 @@ def is_trainable(scored: Rollout) -> bool:
 
 def samples_of(scored: list[Rollout]) -> list[Rollout]:
     """Return one rollout per sample. If an episode has several conversations, take the first."""
-    return [each for each in scored if each.row_index == 0]
+    return [rollout for rollout in scored if rollout.row_index == 0]
 
 
 def refuse_too_many_failures(scored: list[Rollout], section: RewardSection) -> None:

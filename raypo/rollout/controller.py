@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from raypo.concurrency import background_future, daemon_future
 from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
-from raypo.rollout.sample_counts import SampleCounts
 from raypo.rollout.saved_batches import read_batches, write_batches
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt, Rollout
 
 SampleAndScore = Callable[[Sequence[Prompt], Clock], list[Rollout]]
@@ -92,7 +91,7 @@ class RolloutController:
     """Number of batches that may be in flight ahead of the learner."""
     _chunks: list[_Chunk] = field(default_factory=list)
     """Chunks with draws that no step has taken yet, in order."""
-    _batches: dict[int, Collected] = field(default_factory=dict)
+    _batches: dict[int, StepBatch] = field(default_factory=dict)
     """Complete batches that the learner has not taken yet, by step."""
     _begins: dict[int, int] = field(default_factory=dict)
     """Index of the first draw of each batch that is being filled or is complete, by step."""
@@ -116,11 +115,11 @@ class RolloutController:
             self._front = self.source.drawn
             self._depth = int(self.is_ahead)
             work = [self._fill_steps(), *([self._start_chunks()] if self.overlaps else ())]
-            self._tasks = [asyncio.create_task(self._or_stop(each)) for each in work]
+            self._tasks = [asyncio.create_task(self._or_stop(loop)) for loop in work]
 
         _run(begin()).result()
 
-    def take(self, step: int) -> Future[Collected]:
+    def take(self, step: int) -> Future[StepBatch]:
         """Return a future of the batch of a step. Steps are taken in order.
 
         Raises:
@@ -164,17 +163,17 @@ class RolloutController:
 
         return _run(spans()).result()
 
-    def accounts(self, batch: Collected) -> tuple[tuple[int, int, int], dict[str, float]]:
+    def accounts(self, batch: StepBatch) -> tuple[dict[str, float], dict[str, float]]:
         """Return the counts of samples after a step, and the metrics of the curriculum.
 
         Args:
             batch: The batch of the step.
 
         Returns:
-            The counts (`SampleCounts.of_step`) and the metrics (`PromptSource.pass_rates`).
+            The counts (`PromptSource.counts`) and the metrics (`PromptSource.pass_rates`).
         """
 
-        async def accounts() -> tuple[tuple[int, int, int], dict[str, float]]:
+        async def accounts() -> tuple[dict[str, float], dict[str, float]]:
             following = self._begins.get(self._last_step + 1, self._front)
             return self.source.counts(batch), self.source.pass_rates(batch, following)
 
@@ -183,7 +182,7 @@ class RolloutController:
     @property
     def num_unused(self) -> int:
         """Number of samples that were asked for ahead and that no step has taken."""
-        return self.source.sample_counts.carried
+        return self.source.num_carried
 
     def close(self) -> None:
         """Stop sampling."""
@@ -206,25 +205,24 @@ class RolloutController:
             The position of the prompt stream before the first batch that was not taken.
         """
 
-        async def state() -> tuple[dict[int, Collected], dict[str, Any], dict[str, Any]]:
-            kept: dict[int, Collected] = {}
-            while (step := self._last_step + 1 + len(kept)) in self._batches:
-                kept[step] = self._batches[step]
-            counts = self.source.sample_counts
-            num_kept = sum(len(samples_of(batch.scored)) for batch in kept.values())
+        async def state() -> tuple[dict[int, StepBatch], dict[str, Any], dict[str, Any]]:
+            batches: dict[int, StepBatch] = {}
+            while (step := self._last_step + 1 + len(batches)) in self._batches:
+                batches[step] = self._batches[step]
+            num_saved = sum(len(samples_of(batch.scored)) for batch in batches.values())
             return (
-                kept,
+                batches,
                 {
-                    "begins": {step: self._begins[step] for step in kept},
-                    "stream": self._position(self._last_step + 1 + len(kept)),
-                    "sample_counts": asdict(replace(counts, lost=counts.carried - num_kept)),
+                    "begins": {step: self._begins[step] for step in batches},
+                    "stream": self._position(self._last_step + 1 + len(batches)),
+                    "sample_counts": self.source.saved_counts(num_saved),
                 },
                 self._position(self._last_step + 1),
             )
 
-        kept, further, position = _run(state()).result()
+        batches, further, position = _run(state()).result()
         if self.is_ahead:
-            write_batches(directory / BATCHES, kept, further)
+            write_batches(directory / BATCHES, batches, further)
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -238,11 +236,11 @@ class RolloutController:
             return
         batches, state = read_batches(path, self.source.stream.items)
         self.source.stream.load_state_dict(state["stream"])
-        self.source.sample_counts = SampleCounts(**state["sample_counts"])
+        self.source.load_counts(**state["sample_counts"])
         self._begins |= {int(step): draw for step, draw in state["begins"].items()}
         self._batches |= batches
 
-    async def _take(self, step: int) -> Collected:
+    async def _take(self, step: int) -> StepBatch:
         self._asked = step
         if step not in self._batches:
             self._depth = min(self._depth + 1, self.max_staleness + 1) if self.is_ahead else 0
@@ -270,19 +268,16 @@ class RolloutController:
         for step in range(self._filling + 1, self.num_steps + 1):
             await self._until(partial(self._may_fill, step))
             self._filling, self._begins[step] = step, self._front
-            clock = Clock()
-            filling = self.new_batch()
-            while filling.num_wanted:
+            batch = self.new_batch()
+            while batch.num_wanted:
                 following = self._begun if self.overlaps else self._in_turn
-                scored = await following(filling.num_wanted, clock)
+                scored = await following(batch.num_wanted, batch.clock)
                 self.source.learn(scored, until=self._front)
-                filling.add(scored)
-            batch = filling.collected()
+                batch.add(scored)
             if self.is_ahead:
-                batch.metrics.update(
-                    {k.replace("time/", "perf/"): s for k, s in clock.laps.items()}
-                )
-            self._batches[step] = replace(batch, clock=clock)
+                laps = batch.clock.laps.items()
+                batch.metrics |= {name.replace("time/", "perf/"): s for name, s in laps}
+            self._batches[step] = batch
             await self._notify()
 
     def _may_fill(self, step: int) -> bool:

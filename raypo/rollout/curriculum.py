@@ -94,18 +94,20 @@ class CurriculumStream(ShuffledStream[Prompt]):
         self._origin = 0  # a block begins at this draw, and every `block` draws from it
         self._counts = np.full((2, len(prompts)), _PRIOR)  # Beta parameters: passed, failed
         self._settled = 0  # all draws before this one are in `_counts`
-        # A prompt's place is its index in `items`.
-        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # later draw -> place and outcome
-        self._open: dict[int, int] = {}  # draw without an outcome yet -> place
-        self._chosen: tuple[int, list[int]] = (-1, [])  # newest block: first draw, places
+        # The index of a prompt is that in `items`.
+        self._outcomes: dict[
+            int, tuple[int, Outcome]
+        ] = {}  # later draw -> prompt index and outcome
+        self._open: dict[int, int] = {}  # draw without an outcome yet -> prompt index
+        self._chosen: tuple[int, list[int]] = (-1, [])  # newest block: first draw, indices
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """Return the next (position, prompt) pairs, and remember them until `learn`."""
         draws = range(self._position, self._position + count)
-        places = {draw: self._place(draw) for draw in draws}
-        self._open |= places
+        indices = {draw: self._index_of(draw) for draw in draws}
+        self._open |= indices
         self._position += count
-        return [(draw, self.items[place]) for draw, place in places.items()]
+        return [(draw, self.items[index]) for draw, index in indices.items()]
 
     def learn(self, outcomes: Mapping[int, Outcome], until: int) -> None:
         """Record the outcomes of all draws before `until`.
@@ -122,11 +124,11 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def outcomes(self, scored: Sequence[Rollout]) -> dict[int, Outcome]:
         """Return the outcomes of some samples, by draw. Samples without a score do not count."""
         outcomes: dict[int, Outcome] = {}
-        for each in samples_of(list(scored)):
-            if math.isfinite(each.score):
-                passed, failed = outcomes.get(each.group_index, Outcome(0, 0))
-                passes = each.score >= self._section.pass_score
-                outcomes[each.group_index] = Outcome(passed + passes, failed + (not passes))
+        for sample in samples_of(list(scored)):
+            if math.isfinite(sample.score):
+                passed, failed = outcomes.get(sample.group_index, Outcome(0, 0))
+                passes = sample.score >= self._section.pass_score
+                outcomes[sample.group_index] = Outcome(passed + passes, failed + (not passes))
         return outcomes
 
     def settled(self, draw: int) -> dict[str, float]:
@@ -146,7 +148,9 @@ class CurriculumStream(ShuffledStream[Prompt]):
         limit = self._block_of(draw) - self._lag
         self._counts = self._counts_before(limit)
         self._settled = max(self._settled, limit)
-        self._outcomes = {draw: each for draw, each in self._outcomes.items() if draw >= limit}
+        self._outcomes = {
+            draw: outcome for draw, outcome in self._outcomes.items() if draw >= limit
+        }
         metrics = {"curriculum/seen_fraction": len(passed) / len(self.items)}
         if len(passed):
             rates = np.quantile(passed / (passed + failed), _QUANTILES)
@@ -175,18 +179,18 @@ class CurriculumStream(ShuffledStream[Prompt]):
         saved = state.get("curriculum")
         if saved is None or saved["prompts"] != self._prompts_digest:
             return
-        for place, *counts in saved["counts"]:
-            self._counts[:, place] = counts
+        for index, *counts in saved["counts"]:
+            self._counts[:, index] = counts
         self._settled = saved["settled"]
         self._outcomes = {
-            draw: (place, Outcome(*outcome)) for draw, place, *outcome in saved["outcomes"]
+            draw: (index, Outcome(*outcome)) for draw, index, *outcome in saved["outcomes"]
         }
         if (saved["block"], saved["lag"]) == (self._block, self._lag):
             self._origin = saved["origin"]
             return
         # The block size or lag has changed: a block begins at the next draw, and the outcomes of
         # all draws before it are used.
-        self._outcomes = {draw: each for draw, each in self._outcomes.items() if draw < at}
+        self._outcomes = {draw: outcome for draw, outcome in self._outcomes.items() if draw < at}
 
     def _state(self, at: int) -> dict[str, Any]:
         (seen,) = np.nonzero((self._counts != _PRIOR).any(0))
@@ -196,10 +200,10 @@ class CurriculumStream(ShuffledStream[Prompt]):
             "lag": self._lag,
             "origin": self._origin,
             "settled": self._settled,
-            "counts": [[place, *self._counts[:, place].tolist()] for place in seen.tolist()],
+            "counts": [[index, *self._counts[:, index].tolist()] for index in seen.tolist()],
             "outcomes": [
-                [draw, place, *outcome]
-                for draw, (place, outcome) in sorted(self._outcomes.items())
+                [draw, index, *outcome]
+                for draw, (index, outcome) in sorted(self._outcomes.items())
                 if draw < at
             ],
         }
@@ -208,14 +212,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def _prompts_digest(self) -> list[int]:
         """Return the number of prompts, and a checksum of some of them, spread over all."""
         count = len(self.items)
-        some = [self.items[place] for place in range(0, count, -(-count // _DIGESTED))]
+        some = [self.items[index] for index in range(0, count, -(-count // _DIGESTED))]
         return [count, crc32(b"".join(prompt.token_ids.tobytes() for prompt in some))]
 
     def _block_of(self, draw: int) -> int:
         """Return the first draw of the block that contains a draw."""
         return draw - (draw - self._origin) % self._block
 
-    def _place(self, draw: int) -> int:
+    def _index_of(self, draw: int) -> int:
         """Return the index of a draw's prompt."""
         first = self._block_of(draw)
         if self._chosen[0] != first:
@@ -230,21 +234,21 @@ class CurriculumStream(ShuffledStream[Prompt]):
         distances = np.abs(rates - self._section.target)
         draws = range(first, first + self._block)
         sources = np.array([self._turns.at(draw)[0] if self._turns else 0 for draw in draws])
-        places = np.empty(self._block, np.int64)
+        indices = np.empty(self._block, np.int64)
         for source in set(sources.tolist()):
             begin, end = self._begins[source : source + 2]
             count = int((sources == source).sum())
             closest = begin + np.argsort(distances[begin:end], kind="stable")[:count]
-            places[sources == source] = np.resize(closest, count)  # repeats if there are too few
-        return places.tolist()
+            indices[sources == source] = np.resize(closest, count)  # repeats if there are too few
+        return indices.tolist()
 
     def _counts_before(self, limit: int) -> np.ndarray:
         """Return the Beta parameters, [2, N], given the outcomes of all draws before a limit."""
         counts, memory = self._counts.copy(), self._section.memory
         for draw in range(self._settled, limit):
             assert draw in self._outcomes, f"draw {draw} has no outcome yet"
-            place, outcome = self._outcomes[draw]
+            index, outcome = self._outcomes[draw]
             if any(outcome):
-                faded = memory * counts[:, place] + (1.0 - memory) * _PRIOR
-                counts[:, place] = faded + outcome
+                faded = memory * counts[:, index] + (1.0 - memory) * _PRIOR
+                counts[:, index] = faded + outcome
         return counts

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.concurrency import background_future
+from raypo.concurrency import background_future, daemon_future
 from raypo.serving.client import Completions, EngineClient, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -108,7 +109,9 @@ class Pushes:
         """
         if not self._is_running and self._count > after:
             return self._count
-        return await asyncio.to_thread(self._wait, after, wanted)
+        # A thread of the default executor would keep a process alive whose last push has failed.
+        waiting = daemon_future(partial(self._wait, after, wanted), name="raypo-push")
+        return await asyncio.wrap_future(waiting)
 
     def _wait(self, after: int, wanted: NoReplicaLeft | None) -> int:
         with self._changed:

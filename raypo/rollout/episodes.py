@@ -221,8 +221,8 @@ class Episodes:
         """
         prompt, tools = session.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids
-        given = prompt.messages if chat else prompt.text
-        first = await environment.call("reset", given, prompt.label)
+        question = prompt.messages if chat else prompt.text
+        first = await environment.call("reset", question, prompt.label)
         if first is None and chat and tools:
             first = prompt.messages  # the prompt's own ids were tokenised without the tools
         if first is not None:
@@ -248,12 +248,12 @@ class Episodes:
             Exception: any error of the agent, or TimeoutError if it took too long.
         """
         prompt, limit_score = session.prompt, self._section.limit_score
-        given = prompt.text if prompt.messages is None else prompt.messages
+        question = prompt.text if prompt.messages is None else prompt.messages
         session.endpoint, session.work_time = self._endpoint, agent.work_time("run")
         try:
             with self._endpoint.open(partial(answer, session)) as session.api_key:
                 score = await agent.call(
-                    "run", given, prompt.label, session, work_time=session.work_time
+                    "run", question, prompt.label, session, work_time=session.work_time
                 )
         except Exception as error:
             if limit_score is None or not session.num_calls or not is_limit(error):

@@ -64,23 +64,23 @@ def evaluate_policy(
         # not needed.
         judged = replace(scorer, reference=None, models_apart=False).score(rollouts)
     if scorer and scorer.models:
-        by_models = [scorer.model_total(each.scores_by_source) for each in judged]
+        by_models = [scorer.model_total(rollout.scores_by_source) for rollout in judged]
         finite = [value for value in by_models if math.isfinite(value)]
         means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
     rows = judged
     if function is not None:
         rows = judged or rollouts
         scores = score(function, rollouts)
-        rows = [replace(row, score=each) for row, each in zip(rows, scores, strict=True)]
+        rows = [replace(row, score=value) for row, value in zip(rows, scores, strict=True)]
     samples = samples_of(rows)
-    scores = [each.score for each in samples]
-    for each in samples:
-        if each.data_source and math.isfinite(each.score):
-            means.add(f"eval/score_mean/{each.data_source}", each.score, 1)
+    scores = [sample.score for sample in samples]
+    for sample in samples:
+        if sample.data_source and math.isfinite(sample.score):
+            means.add(f"eval/score_mean/{sample.data_source}", sample.score, 1)
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
-    for each in samples:
-        for name, value in named_numbers(each).items():
+    for sample in samples:
+        for name, value in named_numbers(sample).items():
             means.add(f"eval/{name}", value, 1)
     tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(samples))

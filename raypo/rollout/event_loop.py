@@ -117,9 +117,9 @@ class EventLoop:
 
 async def leave(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait up to `LEAVE_S` for them to end."""
-    left = {each for each in tasks if not each.done() and each is not asyncio.current_task()}
-    for each in left:
-        each.cancel()
+    left = {task for task in tasks if not task.done() and task is not asyncio.current_task()}
+    for task in left:
+        task.cancel()
     if left:
         await asyncio.wait(left, timeout=LEAVE_S)
 
@@ -149,7 +149,7 @@ def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
     """
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))
+    last = max(n for n, line in enumerate(stack) if line.filename.startswith(callers))
     called = stack[last + 1 :]
-    theirs = [each for each in called if not each.filename.startswith(libraries)] or called[:1]
+    theirs = [line for line in called if not line.filename.startswith(libraries)] or called[:1]
     return theirs[-1] if theirs else None

@@ -138,7 +138,7 @@ def _response(kind: str, index: int, answers: Sequence[str | None]) -> str | Non
         return answers[index]
     if kind == "empty":
         return ""
-    others = (each for each in answers if each not in (None, answers[index]))
+    others = (answer for answer in answers if answer not in (None, answers[index]))
     return next(others, NO_ANSWER)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.step_batch import StepBatch
 from raypo.storage.retries import retried
 from raypo.storage.rollout_table import json_default
 from raypo.types import Episode, Prompt, Rollout, ToolUse
@@ -27,20 +27,22 @@ _ARRAYS = (
 _IN_THE_DATA = ("label", "row")
 """Fields that may be anything. They are not saved, but read from the prompt's row again."""
 _OTHERS = [
-    each.name for each in fields(Rollout) if each.name not in (*_ARRAYS, *_IN_THE_DATA, "episode")
+    field.name
+    for field in fields(Rollout)
+    if field.name not in (*_ARRAYS, *_IN_THE_DATA, "episode")
 ]
 
 
-def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[str, Any]) -> None:
+def write_batches(path: Path, batches: Mapping[int, StepBatch], state: Mapping[str, Any]) -> None:
     """Write batches by step, and further state of plain JSON values."""
-    rollouts = [each for batch in batches.values() for each in batch.scored]
-    index = {id(each): number for number, each in enumerate(rollouts)}
+    rollouts = [rollout for batch in batches.values() for rollout in batch.scored]
+    index = {id(rollout): number for number, rollout in enumerate(rollouts)}
     saved = {
-        "rollouts": [_plain(each) for each in rollouts],
+        "rollouts": [_plain(rollout) for rollout in rollouts],
         "batches": {
             step: {
-                "scored": [index[id(each)] for each in batch.scored],
-                "trained": [index[id(each)] for each in batch.trained],
+                "scored": [index[id(rollout)] for rollout in batch.scored],
+                "trained": [index[id(rollout)] for rollout in batch.trained],
                 "missing_groups": batch.missing_groups,
                 "metrics": batch.metrics,
             }
@@ -51,9 +53,11 @@ def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[s
     text = json.dumps(saved, default=json_default).encode()
     arrays: dict[str, np.ndarray] = {"json": np.frombuffer(text, np.uint8)}
     for name in _ARRAYS:
-        values = [getattr(each, name) for each in rollouts]
-        arrays[f"{name}_lengths"] = np.array([-1 if each is None else len(each) for each in values])
-        present = [each for each in values if each is not None]
+        values = [getattr(rollout, name) for rollout in rollouts]
+        arrays[f"{name}_lengths"] = np.array(
+            [-1 if value is None else len(value) for value in values]
+        )
+        present = [value for value in values if value is not None]
         arrays[name] = np.concatenate(present) if present else np.empty(0)
 
     def write() -> None:
@@ -65,7 +69,7 @@ def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[s
 
 def read_batches(
     path: Path, prompts: Sequence[Prompt]
-) -> tuple[dict[int, Collected], dict[str, Any]]:
+) -> tuple[dict[int, StepBatch], dict[str, Any]]:
     """Return the batches by step and the state that `write_batches` wrote.
 
     Args:
@@ -80,7 +84,7 @@ def read_batches(
         values = {name: column[number] for name, column in columns.items()}
         rollouts.append(_rollout(plain, values, prompts))
     batches = {
-        int(step): Collected(
+        int(step): StepBatch(
             [rollouts[number] for number in batch["scored"]],
             [rollouts[number] for number in batch["trained"]],
             batch["missing_groups"],
@@ -97,13 +101,13 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
 
 
 def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompts: Sequence[Prompt]) -> Rollout:
-    place = bisect_left(prompts, plain["prompt_index"], key=lambda prompt: prompt.index)
-    prompt = prompts[min(place, len(prompts) - 1)]
+    index = bisect_left(prompts, plain["prompt_index"], key=lambda prompt: prompt.index)
+    prompt = prompts[min(index, len(prompts) - 1)]
     # If the user has accepted changed data, the row may be gone.
     is_there = prompt.index == plain["prompt_index"]
     episode = plain.pop("episode")
     if episode is not None:
-        uses = tuple(ToolUse(**each) for each in episode.pop("tool_uses"))
+        uses = tuple(ToolUse(**use) for use in episode.pop("tool_uses"))
         episode = Episode(**episode, tool_uses=uses)
     later = tuple((first, version) for first, version in plain.pop("later_versions"))
     return Rollout(

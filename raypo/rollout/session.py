@@ -246,12 +246,12 @@ class Session:
         """
         if is_ids(words):
             return np.asarray(words, np.int32)
-        tokens, asked = self.tokens, _comparable(words)
+        tokens, comparable = self.tokens, _comparable(words)
         recorded = [
             (len(turn.words or ""), turn.end, row)
             for row in self.rows
             for turn in row.turns
-            if turn.is_continued_by(asked, tools)
+            if turn.is_continued_by(comparable, tools)
         ]
         if not recorded:
             text, ids = tokens.first(words, chat=not isinstance(words, str), tools=tools)
@@ -259,12 +259,12 @@ class Session:
                 self.first_text = text
                 self.first_messages = None if isinstance(words, str) else words
             return ids
-        known, end, row = max(recorded, key=lambda each: each[0])
+        length, end, row = max(recorded, key=lambda candidate: candidate[0])
         before = row.ids[:end]
-        if known == len(words):
+        if length == len(words):
             return before
-        calls = () if isinstance(words, str) else words[known - 1].get("tool_calls") or ()
-        between = tokens.between(before, words[known:], chat=False, tools=tools, calls=calls)
+        calls = () if isinstance(words, str) else words[length - 1].get("tool_calls") or ()
+        between = tokens.between(before, words[length:], chat=False, tools=tools, calls=calls)
         return np.concatenate([before, between])
 
     async def sample(
@@ -280,11 +280,11 @@ class Session:
         settings, continued = self.settings, [r for r in self.rows if r.is_continued_by(ids)]
         row = max(continued, key=lambda row: len(row.ids), default=None)
         room = min(self._room(ids, row), self.sampling.max_new_tokens)
-        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        num_tokens = room if max_new_tokens is None else min(room, max_new_tokens)
         request = replace(
             request_of(self.prompt, self.sample_index, self.sampling, self.num_calls),
             prompt_ids=ids,
-            max_new_tokens=most,
+            max_new_tokens=num_tokens,
             stop=(*self.sampling.stop, *stop),
         )
         validate_request(
@@ -300,7 +300,7 @@ class Session:
         try:
             completion = await self.calls.sample(request, order)
             by_length = completion.finish_reason == "length"
-            return row, row.add(ids, completion, is_cut_off=by_length and most == room)
+            return row, row.add(ids, completion, is_cut_off=by_length and num_tokens == room)
         finally:
             row.is_busy = False
             if self.work_time is not None:

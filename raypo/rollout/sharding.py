@@ -96,17 +96,17 @@ def balanced_shares(
     while True:
         shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_shares)]
         loads = [(0, share) for share in range(num_shares)]  # a heap
-        for tokens, piece in sorted(sized, key=lambda each: (-each[0], each[1])):
+        for tokens, piece in sorted(sized, key=lambda entry: (-entry[0], entry[1])):
             load, lightest = loads[0]
             shares[lightest].append((tokens, piece))
             heapreplace(loads, (load + tokens, lightest))
-        load, heaviest = max(loads, key=lambda each: (each[0], -each[1]))
-        divisible = [each for each in shares[heaviest] if len(each[1]) > 1] or [
-            each for each in sized if len(each[1]) > 1 and not all(shares)
+        load, heaviest = max(loads, key=lambda entry: (entry[0], -entry[1]))
+        divisible = [entry for entry in shares[heaviest] if len(entry[1]) > 1] or [
+            entry for entry in sized if len(entry[1]) > 1 and not all(shares)
         ]
         if not divisible or (all(shares) and load <= MAX_LOAD * mean):
             return [[row for _, piece in share for row in piece] for share in shares]
-        tokens, largest = max(divisible, key=lambda each: each[0])
+        tokens, largest = max(divisible, key=lambda entry: entry[0])
         sized.remove((tokens, largest))
         half = len(largest) // 2
         second = prompt_lengths[largest[0]] + sum(response_lengths[row] for row in largest[half:])
@@ -156,5 +156,5 @@ def to_experience(dealt: Sequence[Rollout], *, parts: Sequence[str] = ()) -> Exp
 
 
 def _parts(scored: Rollout, names: Sequence[str]) -> list[float]:
-    given = {**scored.scores_by_source, **reward_parts(scored)}
-    return [float(given.get(name, math.nan)) for name in names]
+    numbers = {**scored.scores_by_source, **reward_parts(scored)}
+    return [float(numbers.get(name, math.nan)) for name in names]

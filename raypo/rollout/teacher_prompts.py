@@ -34,7 +34,7 @@ def solution(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
 
     If the label is a demonstration, this is SDFT.
     """
-    return [with_solution(each, str(each.label)) for each in samples]
+    return [with_solution(sample, str(sample.label)) for sample in samples]
 
 
 def success(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
@@ -42,11 +42,11 @@ def success(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
 
     The first such sample is shown. A sample's prompt is None if no other sample passes.
     """
-    passed = [each for each in samples if each.score >= PASSES]
-    others = [next((one for one in passed if one is not each), None) for each in samples]
+    passed = [sample for sample in samples if sample.score >= PASSES]
+    others = [next((one for one in passed if one is not sample), None) for sample in samples]
     return [
-        other and with_solution(each, other.response)
-        for each, other in zip(samples, others, strict=True)
+        other and with_solution(sample, other.response)
+        for sample, other in zip(samples, others, strict=True)
     ]
 
 
@@ -87,7 +87,7 @@ def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
         return f"{shown}\n\n{rollout.prompt}"
     request = f"{shown}\n\nNow solve the problem yourself."
     messages = list(rollout.messages)
-    asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
+    asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not asked:
         return [*messages, {"role": "user", "content": request}]
     last = messages[asked[-1]]

@@ -79,13 +79,13 @@ class VerifiersAgent:
         """
         client = _PolicyClient(await self._connections.client_of(policy))
         is_text = isinstance(prompt, str)
-        given = {"answer": "" if label is None else label, **policy.prompt.row}
-        given |= {
+        row = {"answer": "" if label is None else label, **policy.prompt.row}
+        row |= {
             "prompt": [{"role": "user", "content": prompt}] if is_text else prompt,
             "example_id": policy.prompt.index,
         }
         _raised.set(raised := [])
-        output = await self._environment.run_rollout(given, client, NAME, {})
+        output = await self._environment.run_rollout(row, client, NAME, {})
         if client.limit is not None:
             if not policy.num_calls:
                 raise EpisodeLimit(str(client.limit)) from client.limit
@@ -162,8 +162,8 @@ class _PolicyClient(OpenAIChatCompletionsClient):
 def _rubrics(rubric: Rubric) -> Iterator[Rubric]:
     """Yield a rubric and, if it is a group, the rubrics in it."""
     yield rubric
-    for each in getattr(rubric, "rubrics", ()):
-        yield from _rubrics(each)
+    for part in getattr(rubric, "rubrics", ()):
+        yield from _rubrics(part)
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from raypo.config import OnlineConfig, functions_of
 from raypo.custom.loader import load_function
 from raypo.data.mixing import few_rows_notes, mix_of
-from raypo.data.prompts import load_prompts
+from raypo.data.prompts import LoadedPrompts, load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import (
@@ -24,7 +23,7 @@ from raypo.rewards.functions import (
 from raypo.rewards.judge import DeployedJudge, Judge
 from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, source_weights
 from raypo.rollout.collect import Sampling
 from raypo.rollout.curriculum import CurriculumStream, few_draws_note
 from raypo.rollout.episodes import open_episodes
@@ -56,23 +55,16 @@ class RolloutInputs:
         Their worker processes are stopped at the run's end.
         """
         config, runtime = run.config, run.runtime
-        limits = Limits.of(config.model.policy)
-        checks = partial(label_checks, config, has_reward_fn=runtime.reward_fn is not None)
-        loaded = load_prompts(config.data, tokenizer, label_checks=checks("data.prompts"))
-        limits.check([[loaded.highest]], tokenizer, key="data.prompts")
+        loaded = load_checked(run, config.data, tokenizer, key="data.prompts")
         per_step = config.rollout.prompts_per_step
-        notes = loaded.notes("data.prompts") + few_rows_notes(config.data, loaded.sizes, per_step)
+        for note in few_rows_notes(config.data, loaded.sizes, per_step):
+            run.tell.message(note)
         held_out: Sequence[Prompt] = []
         first = [first_of_each(loaded)]
         if config.eval.prompts:
-            key = "eval.prompts"
-            section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
-            limits.check([[of_eval.highest]], tokenizer, key=key)
-            held_out, notes = of_eval.prompts, notes + of_eval.notes(key)
+            of_eval = load_held_out(run, tokenizer)
+            held_out = of_eval.prompts
             first.append(first_of_each(of_eval))
-        for note in notes:
-            run.tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, config.model.policy, tokenizer, stop)
         if episodes:
@@ -123,13 +115,13 @@ class RolloutInputs:
         if section and services.judge:
             ask, max_attempts = DeployedJudge(services.judge), config.reward.request.max_attempts
             judge = Judge(section, ask, max_attempts=max_attempts)
-        return Scorer.from_config(
+        return Scorer(
             self.reward_function,
             tuple(services.rewards.values()),
+            source_weights(config.reward, config.model),
             servers=self.reward_servers,
             judge=judge,
-            reward=config.reward,
-            model=config.model,
+            processes=config.reward.processes,
             reference=services.reference,
             models_apart=services.models_apart,
         )
@@ -164,6 +156,29 @@ class OnlineInputs:
             shared = new, first_prompts, own.reward_function is not None
         attempt, first, has_function = run.workers.broadcast(shared)
         return cls(tokenizer, attempt, first, has_function, own)
+
+
+def load_checked(run: Run[Any], section: Any, tokenizer: Any, *, key: str) -> LoadedPrompts:
+    """Load prompts, report the rows that were left out, and check that the policy can read them.
+
+    Args:
+        run: The run.
+        section: Section `data` of the config, with the sources to load.
+        tokenizer: The policy's tokenizer.
+        key: Key of the sources.
+    """
+    checks = label_checks(run.config, key, has_reward_fn=run.runtime.reward_fn is not None)
+    loaded = load_prompts(section, tokenizer, key=key, label_checks=checks)
+    for note in loaded.notes(key):
+        run.tell.message(note)
+    Limits.of(run.config.model.policy).check([[loaded.highest]], tokenizer, key=key)
+    return loaded
+
+
+def load_held_out(run: Run[Any], tokenizer: Any) -> LoadedPrompts:
+    """Load the prompts of `eval.prompts`."""
+    section = run.config.data.model_copy(update={"prompts": run.config.eval.prompts})
+    return load_checked(run, section, tokenizer, key="eval.prompts")
 
 
 def _try_functions(

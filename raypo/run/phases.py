@@ -81,7 +81,9 @@ class Phases:
             run.workers,
             offloads=shares_gpus and config.rollout.engine.sleeps,
             engines=services.engine,
-            frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
+            frozen=tuple(
+                handle for role, handle in services.frozen if role not in services.elsewhere
+            ),
             is_ahead=config.rollout.mode != "sync",
             keeps_weights=config.pushes_adapter,
         )
@@ -140,7 +142,7 @@ class Phases:
         if leaving & {ENGINE_WEIGHTS, KV_CACHE}:
             self._ask(lambda: self.engines.sleep(before_push=before_push))
         if FROZEN_MODELS in leaving:
-            self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
+            self._ask(lambda: [one for handle in self.frozen for one in handle.sleep()])
 
     def _bring_back(self, coming: set[str]) -> None:
         # The learner is None until it is loaded.
@@ -151,7 +153,7 @@ class Phases:
         if KV_CACHE in coming:
             self._ask(lambda: self.engines.wake_up("kv_cache"))
         if FROZEN_MODELS in coming:
-            self._ask(lambda: [one for each in self.frozen for one in each.wake_up()])
+            self._ask(lambda: [one for handle in self.frozen for one in handle.wake_up()])
 
     def _ask(self, all_replicas: Callable[[], Sequence[Future[None]]]) -> None:
         """Call all replicas from rank 0, and wait for the calls to end."""

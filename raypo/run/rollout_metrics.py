@@ -14,8 +14,7 @@ from raypo.config import OnlineConfig, PPOConfig
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.batch_scoring import named_numbers, reward_parts, reward_texts
 from raypo.rollout.collect import Sampling
-from raypo.rollout.dynamic_sampling import Collected
-from raypo.rollout.sample_counts import sample_count_metrics
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.run import Run
 from raypo.types import Experience, Rollout
 
@@ -58,8 +57,9 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
-    for scores in (each for each in by_group.values() if len(each) > 1):
-        means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
+    for scores in by_group.values():
+        if len(scores) > 1:
+            means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.values(), "rollout/score_mean/")
     unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
     return unknown | metrics if metrics else {}
@@ -67,8 +67,8 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
 
 def batch_metrics(
     run: Run[OnlineConfig],
-    batch: Collected,
-    counts: tuple[int, int, int],
+    batch: StepBatch,
+    counts: dict[str, float],
     sampling: Sampling,
     *,
     step: int,
@@ -78,7 +78,7 @@ def batch_metrics(
     Args:
         run: The run.
         batch: The rollouts of the step.
-        counts: The counts of `SampleCounts.of_step`.
+        counts: The counts of `PromptSource.counts`.
         sampling: Sampling parameters of the run, with the runner of its episodes if it has any.
         step: The step, counted from 1.
     """
@@ -89,9 +89,7 @@ def batch_metrics(
     if not isinstance(config, PPOConfig):  # the recipe selects what is trained
         sampled = "rollout/samples_sampled"
         return metrics | {sampled: batch.metrics[sampled]}
-    metrics |= batch.metrics
-    staleness = config.ppo.correction.max_staleness
-    metrics |= sample_count_metrics(counts, batch, step=step, max_staleness=staleness)
+    metrics |= counts | batch.counts(step, config.ppo.correction.max_staleness)
     missing, wanted = batch.missing_groups, config.rollout.prompts_per_step
     if missing:
         rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
@@ -133,16 +131,16 @@ def rollout_rows(dealt: Sequence[Rollout], experience: Experience) -> list[dict[
         gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
         kl = gap.sum(1).tolist()
     return [
-        sample_row(each)
+        sample_row(rollout)
         | {
             "ref_log_probs": None
             if references is None
-            else references[row, : len(each.response_ids)],
-            "advantages": advantages[row, : len(each.response_ids)],
+            else references[row, : len(rollout.response_ids)],
+            "advantages": advantages[row, : len(rollout.response_ids)],
             "advantage_mean": means[row],
             "kl": kl[row],
         }
-        for row, each in enumerate(dealt)
+        for row, rollout in enumerate(dealt)
     ]
 
 

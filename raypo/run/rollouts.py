@@ -16,15 +16,16 @@ from typing import Any, TypeVar
 from raypo.concurrency import daemon_future
 from raypo.config import FilterSection, OnlineConfig, PPOConfig
 from raypo.metrics.clock import Clock, Span
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, Scoring
 from raypo.rollout.collect import Sampler
 from raypo.rollout.controller import RolloutController
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import deal
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
-from raypo.run.rollout_metrics import batch_metrics
+from raypo.run.records import Records
+from raypo.run.rollout_metrics import batch_metrics, sample_row
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.run.weight_pusher import WeightPusher
@@ -39,6 +40,7 @@ class Rollouts:
     def __init__(
         self,
         run: Run[OnlineConfig],
+        records: Records,
         inputs: OnlineInputs,
         services: Services,
         phases: Phases,
@@ -50,13 +52,14 @@ class Rollouts:
 
         Args:
             run: The run.
+            records: Its records, to which held-out samples are written.
             inputs: Its inputs.
             services: Its services, which only the controller calls, except for pushes.
             phases: Phases of the run.
             weights: Pushes of the run. A push is repeated if no engine has the weights any more.
             changed: Function that changes the scorer of the config.
         """
-        self._run, self._phases, self._weights = run, phases, weights
+        self._run, self._records, self._phases, self._weights = run, records, phases, weights
         config, section = run.config, run.config.rollout
         self._is_ahead, self._settles = section.mode != "sync", section.mode == "one_step_off"
         self._controller: RolloutController | None = None
@@ -65,10 +68,16 @@ class Rollouts:
         self._inputs = own
         self._sampler = Sampler(weights.engines, inputs.tokenizer, own.sampling)
         self._scorer = changed(own.scorer(config, services))
+        new_batch = partial(
+            StepBatch,
+            missing_groups=config.prompts_answered,
+            filter=config.ppo.filter if isinstance(config, PPOConfig) else FilterSection(),
+            reward=config.reward,
+        )
         self._controller = RolloutController(
             own.source,
             self._sample_and_score,
-            partial(_empty_batch, config),
+            new_batch,
             num_steps=config.num_steps,
             prompts_per_step=config.prompts_answered,
             max_staleness=section.staleness,
@@ -83,7 +92,7 @@ class Rollouts:
         if self._controller:
             self._controller.begin(last_step=last_step)
 
-    def take(self, step: int, clock: Clock) -> Collected:
+    def take(self, step: int, clock: Clock) -> StepBatch:
         """Wait for the batch of a step.
 
         Args:
@@ -97,7 +106,7 @@ class Rollouts:
         # After a checkpoint the learner is on its devices: all workers make room together.
         self._phases.enter(Phase.GENERATE)
         batch = self._from_first(lambda controller: controller.take(step))
-        batch = batch or Collected([], [], 0, {})
+        batch = batch or StepBatch()
         if self._is_ahead:
             clock.lap("time/wait_for_rollouts_s")
         else:
@@ -106,19 +115,19 @@ class Rollouts:
                 clock.spans.clear()  # those of the first worker
         return batch
 
-    def deal(self, batch: Collected, step: int, *, minibatch_size: int) -> list[Rollout]:
+    def deal(self, batch: StepBatch, step: int, *, minibatch_size: int) -> list[Rollout]:
         """Return this worker's share of a batch, balanced by tokens (`sharding.deal`)."""
         run = self._run
-        hands = deal(
+        shares = deal(
             batch.trained,
             minibatch_size=minibatch_size,
             seed=(run.config.seed, step),
             num_workers=run.workers.count,
             teams=self._weights.roles.teams,
         )
-        return run.workers.scatter(hands)
+        return run.workers.scatter(shares)
 
-    def metrics(self, batch: Collected, step: int) -> dict[str, float]:
+    def metrics(self, batch: StepBatch, step: int) -> dict[str, float]:
         """Return metrics of a step's samples: scores, lengths, and counts by outcome."""
         metrics: dict[str, float] = {}
         if self._controller:
@@ -144,24 +153,35 @@ class Rollouts:
         if self._controller:
             self._controller.arrived(version)
 
-    def evaluate(self) -> tuple[dict[str, float], list[Rollout]]:
-        """Evaluate the policy on the held-out prompts with the engines' weights.
+    def evaluate_initial(self) -> None:
+        """Evaluate the initial policy in a new run; the first step reports its score."""
+        if self._records.last_step == 0 and self._run.config.eval.prompts:
+            self._run.tell.phase("evaluating the policy as it is")
+            metrics = self.evaluate(step=0)
+            self._records.note_initial(metrics)
+            score = metrics["eval/score_mean"]
+            self._run.tell.message(f"before the first update: eval {score:+.3f}")
 
-        Returns:
-            metrics: The metrics, empty if there are no held-out prompts.
-            rollouts: The scored responses on the first worker, an empty list on all others.
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the policy on the held-out prompts after a step, with the engines' weights.
+
+        There are no metrics without held-out prompts.
         """
+        if not self._run.config.eval.prompts:
+            return {}
         self._phases.enter(Phase.GENERATE)
-        metrics, rollouts = self._from_first(
+        metrics, scored = self._from_first(
             lambda _: daemon_future(self._evaluate, name="raypo-evaluation")
         ) or ({}, [])
-        return self._run.workers.broadcast(metrics), rollouts
+        rows = partial(list, map(sample_row, scored))
+        self._records.write_samples(step, rows, held_out=True)
+        return self._run.workers.broadcast(metrics)
 
     def spans(self) -> list[Span]:
         """Return the time spans of sampling ahead on the first worker, none on all others."""
         return self._controller.spans() if self._controller else []
 
-    def tell_unused(self) -> None:
+    def report_unused(self) -> None:
         """Report the number of samples that were asked for ahead and are not trained."""
         if self._controller and (unused := self._controller.num_unused):
             self._run.tell.message(f"{unused} samples were asked for ahead and are not trained")
@@ -204,7 +224,7 @@ class Rollouts:
         drops. Its thread is one of the controller's.
         """
         self._phases.turn(Phase.GENERATE)
-        scoring = self._scorer.begin()
+        scoring = Scoring(self._scorer)
         rollouts = self._sampler.sample(
             prompts,
             on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
@@ -217,8 +237,6 @@ class Rollouts:
 
     def _evaluate(self) -> tuple[dict[str, float], list[Rollout]]:
         inputs, scorer = self._inputs, self._scorer
-        if not inputs.held_out:
-            return {}, []
         if inputs.eval_function is not None:  # it replaces function, servers and judge
             scorer = replace(scorer, function=None, servers={}, judge=None)
         return evaluate_policy(
@@ -229,8 +247,3 @@ class Rollouts:
             scorer=scorer,
             before_scoring=partial(self._phases.turn, Phase.SCORE),
         )
-
-
-def _empty_batch(config: OnlineConfig) -> StepBatch:
-    section = config.ppo.filter if isinstance(config, PPOConfig) else FilterSection()
-    return StepBatch(config.prompts_answered, section, config.reward)

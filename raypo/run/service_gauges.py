@@ -33,16 +33,24 @@ class EnginesLoad:
         """
         now = time.monotonic()
         loads = [load for load, _ in stretches.values()]
-        told = [stretch for _, stretch in stretches.values()]
-        busy_s = sum(each.busy_s for each in loads)
-        preemptions = sum(each.preemptions for each in loads)
+        statistics = [stretch for _, stretch in stretches.values()]
+        busy_s = sum(load.busy_s for load in loads)
+        preemptions = sum(load.preemptions for load in loads)
         metrics = {
-            "perf/engine_queued": sum((each.queued_mean for each in told), 0.0),
-            "perf/engine_queued_max": max((each.queued_max for each in told), default=0.0),
-            "perf/engine_running": sum((each.running_mean for each in told), 0.0),
-            "perf/engine_running_max": max((each.running_max for each in told), default=0.0),
-            "perf/engine_kv_cache": max((each.kv_cache_mean for each in told), default=0.0),
-            "perf/engine_kv_cache_max": max((each.kv_cache_max for each in told), default=0.0),
+            "perf/engine_queued": sum((stretch.queued_mean for stretch in statistics), 0.0),
+            "perf/engine_queued_max": max(
+                (stretch.queued_max for stretch in statistics), default=0.0
+            ),
+            "perf/engine_running": sum((stretch.running_mean for stretch in statistics), 0.0),
+            "perf/engine_running_max": max(
+                (stretch.running_max for stretch in statistics), default=0.0
+            ),
+            "perf/engine_kv_cache": max(
+                (stretch.kv_cache_mean for stretch in statistics), default=0.0
+            ),
+            "perf/engine_kv_cache_max": max(
+                (stretch.kv_cache_max for stretch in statistics), default=0.0
+            ),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
         # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
@@ -87,15 +95,15 @@ class ServiceGauges:
         run = self._run
         by_role = {"learner": run.workers.gather(peak_memory())}
         if run.workers.rank == 0:
-            asked = self._services.ask_peak_memory()
+            answers = self._services.ask_peak_memory()
             if run.config.rollout.has_requests_in_flight:
                 # The replicas are sampling: read the answers that the last push requested.
-                asked, self._memory = self._memory, asked
+                answers, self._memory = self._memory, answers
             # A broken replica is reported by the code that needs it, not by this metric.
-            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in asked.items()}
+            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in answers.items()}
             by_role["driver"] = run.tell.driver_memory()
         return {
-            f"perf/{kind}_{role}_gb": max(each[kind] for each in peaks if kind in each)
+            f"perf/{kind}_{role}_gb": max(peak[kind] for peak in peaks if kind in peak)
             for role, peaks in by_role.items()
-            for kind in sorted({kind for each in peaks for kind in each})
+            for kind in sorted({kind for peak in peaks for kind in peak})
         }

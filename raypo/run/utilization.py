@@ -12,7 +12,7 @@ from raypo.learner.peak import peak_flops
 from raypo.models.flops import Lengths, forward_flops
 from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.services import Services
 from raypo.types import Rollout
 
@@ -53,7 +53,7 @@ class Utilization:
         return cls(config, models_of(config), float(workers.sum(as_tensor(mine))))
 
     def rates(
-        self, batch: Collected, services: Services, *, step: int
+        self, batch: StepBatch, services: Services, *, step: int
     ) -> Callable[[Mapping[str, float]], dict[str, float]]:
         """Return a function that derives a step's rates from its metrics, including its times."""
         work = step_work(batch, self.models, self.config, step=step, elsewhere=services.elsewhere)
@@ -61,7 +61,7 @@ class Utilization:
 
 
 def step_work(
-    collected: Collected,
+    batch: StepBatch,
     models: Models | None,
     config: PPOConfig,
     *,
@@ -76,17 +76,17 @@ def step_work(
     phase `update` is `ppo.num_epochs` forward and backward passes.
 
     Args:
-        collected: The rollouts of the step.
+        batch: The rollouts of the step.
         models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
         step: Number of the step, counted from 1.
         elsewhere: Roles on devices of their own. Their FLOPs are not counted.
     """
-    sampled, trained = _lengths(collected.scored), _lengths(collected.trained)
-    shared, shared_trained = _shared_prompts(collected.scored), _shared_prompts(collected.trained)
-    num_tokens = sum(rollout.num_sampled for rollout in collected.scored)
+    sampled, trained = _lengths(batch.scored), _lengths(batch.trained)
+    shared, shared_trained = _shared_prompts(batch.scored), _shared_prompts(batch.trained)
+    num_tokens = sum(rollout.num_sampled for rollout in batch.scored)
     num_sampled, num_trained = (
-        len(samples_of(rollouts)) for rollouts in (collected.scored, collected.trained)
+        len(samples_of(rollouts)) for rollouts in (batch.scored, batch.trained)
     )
     epochs = config.ppo.num_epochs
     work = {
@@ -101,7 +101,7 @@ def step_work(
     def passed(
         shape: ModelShape, read: tuple[Lengths, Lengths], *, with_logits: bool = True
     ) -> float:
-        every, again = (forward_flops(shape, each, with_logits=with_logits) for each in read)
+        every, again = (forward_flops(shape, lengths, with_logits=with_logits) for lengths in read)
         return every - again
 
     scoring, learning = (sampled, shared), (trained, shared_trained)
@@ -123,7 +123,10 @@ def step_work(
         + (policy if config.ppo.computes_old_log_probs(is_one_update=is_one_update) else 0.0),
         "update": 3 * epochs * (critic + (policy if learns else 0.0)),
     }
-    return {phase: Work(each.samples, each.tokens, flops[phase]) for phase, each in work.items()}
+    return {
+        phase: Work(phase_work.samples, phase_work.tokens, flops[phase])
+        for phase, phase_work in work.items()
+    }
 
 
 def work_metrics(
@@ -138,14 +141,14 @@ def work_metrics(
         peak_flops: Peak FLOP/s of all devices together.
     """
     metrics: dict[str, float] = {}
-    for phase, each in work.items():
+    for phase, phase_work in work.items():
         took = seconds.get(f"time/{phase}_s") or seconds.get(f"perf/{phase}_s", 0.0)
         if took > 0.0:
-            metrics[f"perf/{phase}_samples_per_s"] = each.samples / took
-            metrics[f"perf/{phase}_tokens_per_s"] = each.tokens / took
-            if each.flops:
-                metrics[f"perf/{phase}_mfu"] = each.flops / (took * peak_flops)
-    total = sum(each.flops for each in work.values())
+            metrics[f"perf/{phase}_samples_per_s"] = phase_work.samples / took
+            metrics[f"perf/{phase}_tokens_per_s"] = phase_work.tokens / took
+            if phase_work.flops:
+                metrics[f"perf/{phase}_mfu"] = phase_work.flops / (took * peak_flops)
+    total = sum(phase_work.flops for phase_work in work.values())
     if total:
         metrics["perf/mfu"] = total / (seconds["time/step_s"] * peak_flops)
         metrics["perf/peak_tflops"] = peak_flops / 1e12
@@ -161,7 +164,7 @@ def _shared_prompts(scored: list[Rollout]) -> Lengths:
 
     A pass computes each prompt only once per group.
     """
-    prompts = [(each.group_index, each.prompt_ids) for each in scored]
+    prompts = [(rollout.group_index, rollout.prompt_ids) for rollout in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
     every = Lengths.of((len(ids), 0) for _, ids in prompts)
     once = Lengths.of((length, 0) for length in groups.values())

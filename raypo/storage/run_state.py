@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,42 +77,17 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     done = rows[-1]["step"] if rows else 0
     ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
-    return _standing(files.name, files.location, config or {}, rows, status, age_s, is_silent)
-
-
-def status_in_progress(name: str, standing: Mapping[str, Any], now: float) -> RunStatus:
-    """Return the status of a run that is in progress on a cluster, as its monitor knows it.
-
-    Args:
-        name: Name of the run.
-        standing: See `raypo.cluster.run_monitor.Monitor.standing`.
-        now: Current time, in seconds since 1970.
-    """
-    age_s, rows = max(now - standing["changed_at"], 0.0), [standing["metrics"]]
-    run = _standing(name, standing["location"], standing, rows, "running", age_s, False)
-    return replace(run, go_on="", log=None)  # the folder may be unreachable
-
-
-def _standing(
-    name: str,
-    location: str,
-    config: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    status: str,
-    age_s: float | None,
-    is_silent: bool,
-) -> RunStatus:
-    location, done = shown_location(location), int(rows[-1].get("step", 0)) if rows else 0
+    location, config = shown_location(files.location), config or {}
     return RunStatus(
-        name=name,
+        name=files.name,
         location=location,
         recipe=str(config.get("recipe", "ppo")),
         status=status,
-        done=done,
+        done=int(done),
         total=config.get("num_steps"),
         scores=tuple(_scores(rows)),
         age_s=age_s,
-        step_s=_step_seconds(rows),
+        step_s=step_s,
         go_on=_command(config, location, status),
         notes=_notes(status, done, age_s if is_silent else None),
         log=f"{location}/logs/worker_0.log",

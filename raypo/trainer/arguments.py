@@ -143,7 +143,7 @@ def kind_of_trl(value: object) -> str:
     """Return the name of TRL's config class that an object has, or an empty string."""
     if isinstance(value, BaseModel) or not hasattr(value, "to_dict"):
         return ""
-    return next((each.__name__ for each in type(value).__mro__ if each.__name__ in RECIPES), "")
+    return next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in RECIPES), "")
 
 
 def _with_trl(
@@ -199,7 +199,7 @@ def _with_trl(
             f"{'; '.join(missing)}. Give them as the first argument of the trainer: "
             f"{{{missing[0].partition(':')[0]!r}: ...}}."
         )
-    done = {key: each for key, each in made.done.items() if key not in unset}
+    done = {key: value for key, value in made.done.items() if key not in unset}
     values = nested({key: value for key, (value, _) in done.items()})
     for key, value in own.items():
         put(values, key, value)
@@ -228,8 +228,8 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values[first] = dict(below) if isinstance(below, Mapping) else {}
         put(values[first], rest, value)
     elif isinstance(value, Mapping) and isinstance(values.get(first), Mapping):
-        for name, each in value.items():
-            put(values, f"{first}.{name}", each)
+        for name, entry in value.items():
+            put(values, f"{first}.{name}", entry)
     else:
         values[first] = value
 
@@ -387,11 +387,11 @@ def _set_rows(
 def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., Any], ...]:
     """Set the key `callbacks` to the given import paths, and return the given functions."""
     callbacks = given if isinstance(given, list | tuple) else [given]
-    if named := [each for each in callbacks if isinstance(each, str)]:
+    if named := [callback for callback in callbacks if isinstance(callback, str)]:
         put(values, "callbacks", named)
-    functions = tuple(each for each in callbacks if not isinstance(each, str))
-    for each in functions:
-        check_callable(each, name=function_name(each), key="callbacks")
+    functions = tuple(callback for callback in callbacks if not isinstance(callback, str))
+    for function in functions:
+        check_callable(function, name=function_name(function), key="callbacks")
     return functions
 
 
@@ -403,28 +403,28 @@ def _set_rewards(
     Several functions become one, their weighted sum. A single import path is stored in the config.
     """
     funcs = given.reward_funcs
-    each = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
-    if each and not issubclass(kind, OnlineConfig):
+    all_funcs = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
+    if all_funcs and not issubclass(kind, OnlineConfig):
         raise ConfigError(
-            f"reward_funcs ({each[0]}): this recipe trains on given rows, so no samples are "
+            f"reward_funcs ({all_funcs[0]}): this recipe trains on given rows, so no samples are "
             "scored. Leave it out; eval.function of an SFTConfig or DPOConfig scores answers to "
             "held-out prompts."
         )
-    each += [] if given.reward_fn is None else [given.reward_fn]
-    weights = [1.0] * len(each) if given.reward_weights is None else [*given.reward_weights]
-    if len(weights) != len(each):
+    all_funcs += [] if given.reward_fn is None else [given.reward_fn]
+    weights = [1.0] * len(all_funcs) if given.reward_weights is None else [*given.reward_weights]
+    if len(weights) != len(all_funcs):
         raise ConfigError(
-            f"reward_weights ({weights}): there are {len(each)} reward functions. Give a weight "
-            f"for each."
+            f"reward_weights ({weights}): there are {len(all_funcs)} reward functions. Give a "
+            "weight for each."
         )
-    if not all(isinstance(each, Real) and math.isfinite(each) for each in weights):
+    if not all(isinstance(weight, Real) and math.isfinite(weight) for weight in weights):
         raise ConfigError(
             f"reward_weights ({weights}): weights must be finite numbers. Correct them."
         )
     functions: list[Any] = []
     factors: list[float] = []
     models: list[dict[str, Any]] = []
-    for function, weight in zip(each, weights, strict=True):
+    for function, weight in zip(all_funcs, weights, strict=True):
         if isinstance(function, str) and not is_import_path(function):
             models.append({"path": function, "weight": weight})
             continue
@@ -480,7 +480,7 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
         saved.write_others(temporary)
         tokenizer.save_pretrained(temporary)
         content = xxhash.xxh3_64()
-        for file in sorted(each for each in temporary.rglob("*") if each.is_file()):
+        for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
             content.update(str(file.relative_to(temporary)).encode())
             with file.open("rb") as opened:
                 while block := opened.read(BLOCK):

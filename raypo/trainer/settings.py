@@ -164,15 +164,15 @@ def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
     """Return `placement.label_selector` with the labels of Ray's scaling config."""
     configured = vars(config)["placement"].label_selector
     given = scaling.label_selector or {}
-    each = given if isinstance(given, list) else [given]
-    if any(selector != each[0] for selector in each):
+    selectors = given if isinstance(given, list) else [given]
+    if any(selector != selectors[0] for selector in selectors):
         raise ConfigError(
             f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so "
             "a selector cannot apply to one worker only. Give one mapping for all workers; "
             "placement.label_selector has a selector for each role."
         )
     kind = scaling.accelerator_type
-    labels = {**each[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
+    labels = {**selectors[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
     if not labels:
         return configured
     is_by_role = any(isinstance(selector, dict) for selector in configured.values())

@@ -234,8 +234,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
-        own = torch_trainer_arguments.get("torch_config")
-        torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
+        torch_config = torch_trainer_arguments.get("torch_config")
+        torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(torch_config)
         super().__init__(
             _loop(self.config.recipe),
             train_loop_config=self.config.model_dump(),
@@ -337,9 +337,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         try:
             yield
         except ConfigError:
-            for each in sorted(self._written, reverse=True):  # files before their folder
+            for path in sorted(self._written, reverse=True):  # files before their folder
                 with suppress(OSError):  # the folder has other files
-                    each.rmdir() if each.is_dir() else each.unlink()
+                    path.rmdir() if path.is_dir() else path.unlink()
             raise
 
     def _fit_watched(self) -> Result:
@@ -362,9 +362,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
         began = time.monotonic()
         started = began - earlier_s
-        about = {"location": self._files.location}
-        about |= self.config.model_dump(include={"recipe", "num_steps"})
-        monitor = start_monitor(self.config.name, about=about)
+        monitor = start_monitor(self.config.name)
         self._show_prints_of_callbacks(monitor)
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
@@ -410,16 +408,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         The user's `worker_runtime_env` takes precedence.
         """
         if variables := untold_environment():
-            given = dict(self.run_config.worker_runtime_env or {})
-            given["env_vars"] = {**variables, **given.get("env_vars", {})}
-            self.run_config.worker_runtime_env = given
+            runtime_env = dict(self.run_config.worker_runtime_env or {})
+            runtime_env["env_vars"] = {**variables, **runtime_env.get("env_vars", {})}
+            self.run_config.worker_runtime_env = runtime_env
 
     def _show_prints_of_callbacks(self, monitor: ActorHandle) -> None:
         callbacks = [
-            PrintingCallback(each, monitor)
-            if isinstance(each, UserCallback) and type(each).__module__.split(".")[0] not in _QUIET
-            else each
-            for each in self.run_config.callbacks or ()
+            PrintingCallback(callback, monitor)
+            if isinstance(callback, UserCallback)
+            and type(callback).__module__.split(".")[0] not in _QUIET
+            else callback
+            for callback in self.run_config.callbacks or ()
         ]
         self.run_config = dataclasses.replace(self.run_config, callbacks=callbacks)
 
@@ -524,8 +523,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._allow_failures(left)
 
     def _allow_failures(self, count: int) -> None:
-        given = self.run_config.failure_config or FailureConfig()
-        allowed = dataclasses.replace(given, max_failures=count)
+        failure_config = self.run_config.failure_config or FailureConfig()
+        allowed = dataclasses.replace(failure_config, max_failures=count)
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
@@ -650,8 +649,8 @@ def _given_files(config: RecipeConfig) -> set[Path]:
         return set()
     folder = Path(config.absolute_storage_path, config.name)
     below = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
-    found = [folder, *below, *(each for name in below for each in name.rglob("*"))]
-    return {each for each in found if each.exists()}
+    paths = [folder, *below, *(path for name in below for path in name.rglob("*"))]
+    return {path for path in paths if path.exists()}
 
 
 def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -68,13 +68,13 @@ def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
         threading.Thread(target=_end_with_ray, args=(address, is_over), daemon=True).start()
         ask()
 
-    earlier = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         is_over.set()
-        for each, handler in earlier.items():
-            signal.signal(each, handler)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _end_with_ray(address: str, is_over: threading.Event) -> None:

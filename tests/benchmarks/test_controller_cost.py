@@ -16,14 +16,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.controller import RolloutController
-from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import deal
+from raypo.rollout.step_batch import StepBatch
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
 from tests.stand_ins import Engine, Lossy
@@ -49,7 +48,7 @@ def test_the_cost_of_the_controller_per_token():
     controller = RolloutController(
         PromptSource(ShuffledStream(prompts, seed=1), SAMPLES),
         sample_and_score,  # type: ignore[arg-type]
-        lambda: StepBatch(PROMPTS, FilterSection(), RewardSection()),
+        lambda: StepBatch(missing_groups=PROMPTS),
         num_steps=STEPS,
         prompts_per_step=PROMPTS,
     )

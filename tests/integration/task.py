@@ -101,21 +101,36 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
+def kill_train_workers_after(folder: Path, num_steps: int) -> None:
+    wait_for_steps(folder, num_steps)
+    kill_train_workers()
+
+
+def pid_of(replica: str) -> int:
+    """Return the id of a replica's process, once it is up."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    while True:
+        with suppress(RayActorError, ValueError):
+            actor: Any = ray.get_actor(replica, "raypo")
+            status: Any = ray.get(actor.status.remote())
+            return status.pid
+        time.sleep(0.2)
+
+
 def kill_at_work(replica: str, folder: Path, *, last_step: int) -> int:
     """SIGKILL for the only replica of a role in the middle of a call; its process id.
 
     It stands still from the end of the first step on: the next call to it waits until it is killed.
     """
-    import ray
-
     wait_for_steps(folder, 1)
-    actor: Any = ray.get_actor(replica, "raypo")
-    life: Any = ray.get(actor.status.remote())
-    os.kill(life.pid, signal.SIGSTOP)
+    pid = pid_of(replica)
+    os.kill(pid, signal.SIGSTOP)
     time.sleep(3.0)  # longer than a step without the call that waits
     assert len(read_metrics(folder)) < last_step
-    os.kill(life.pid, signal.SIGKILL)
-    return life.pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,9 +23,9 @@ from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.controller import RolloutController
-from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.step_batch import StepBatch
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
@@ -74,7 +74,11 @@ class Run:
         self.controller = RolloutController(
             PromptSource(ShuffledStream(PROMPTS, seed=1), SAMPLES),
             self._scored,
-            lambda: StepBatch(PROMPTS_PER_STEP, FilterSection(enabled=True), RewardSection()),
+            lambda: StepBatch(
+                missing_groups=PROMPTS_PER_STEP,
+                filter=FilterSection(enabled=True),
+                reward=RewardSection(),
+            ),
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=STALENESS,
             overlaps=True,
@@ -83,7 +87,7 @@ class Run:
         )
         self.trained: list[tuple[int, Rollout]] = []
         """With the step that trained it."""
-        self.counts = (0, 0, 0)
+        self.counts: dict[str, float] = {}
         self.requested = np.zeros(2, int)
         """Samples requested, and requested again."""
 
@@ -101,7 +105,7 @@ class Run:
         for step in range(self.last_step + 1, until + 1):
             batch = self.controller.take(step).result()
             taken, (self.counts, _) = batch.trained, self.controller.accounts(batch)
-            self.requested += np.array(self.counts[:2])
+            self.requested += np.array(list(self.counts.values())[:2], int)
             self.trained += [(step, each) for each in taken]
             time.sleep(self.slow_learner_s)
             self.push(step)
@@ -212,13 +216,13 @@ def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, t
 
     second = Run(pair, "recompute", last_step=3)
     second.controller.restore(tmp_path)
-    restored = second.controller.source.sample_counts
+    restored = second.controller.source
     # The batches of two or three steps.
     possible = [n * PROMPTS_PER_STEP * SAMPLES for n in (STALENESS, STALENESS + 1)]
-    assert restored.carried in possible
-    lost = restored.lost
+    assert restored.num_carried in possible
+    lost = restored.num_lost
     second.go()
-    (asked, again), left = second.requested, second.counts[2]
+    (asked, again), left = second.requested, second.counts["rollout/samples_carried"]
     assert (again, left) == (lost, 0)
     assert first.requested[0] + asked == STEPS * PROMPTS_PER_STEP * SAMPLES
     assert_none_lost_and_none_twice(first.trained + second.trained)

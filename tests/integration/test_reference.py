@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.serving.frozen import ReferenceModel
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_policy
 
 TEMPERATURE = 0.8
@@ -17,16 +18,11 @@ SIZES = [(5, 7), (1, 1), (12, 3), (3, 12), (40, 2), (2, 0), (5, 7)]
 def rollouts() -> list[Rollout]:
     random = np.random.default_rng(0)
     return [
-        Rollout(
-            prompt="",
-            response="",
+        plain_rollout(
+            num_response=response,
             prompt_ids=random.integers(3, 90, prompt, dtype=np.int32),
             response_ids=random.integers(3, 90, response, dtype=np.int32),
-            log_probs=np.zeros(response, dtype=np.float32),
-            response_mask=np.ones(response, dtype=bool),
-            label=None,
             prompt_index=number,
-            sample_index=0,
             finish_reason="length",
             weight_version=1,
         )

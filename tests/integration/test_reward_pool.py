@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.scoring import RewardError, first_reason, score
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 
 SOURCE = """
 import os, time
@@ -55,18 +55,10 @@ def returns_own(rollouts):
 
 
 def rollout(number: int, group: int) -> Rollout:
-    return Rollout(
-        prompt="",
+    return plain_rollout(
         response=str(number),
-        prompt_ids=np.zeros(1, np.int32),
-        response_ids=np.zeros(1, np.int32),
-        log_probs=np.zeros(1, np.float32),
-        response_mask=np.ones(1, bool),
-        label=None,
         prompt_index=group,
         sample_index=number % 2,
-        finish_reason="stop",
-        weight_version=0,
         group_index=group,
     )
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
@@ -12,6 +11,7 @@ from raypo.rewards.remote import JsonServers, RemoteReward
 from raypo.rewards.scoring import score
 from raypo.types import Rollout
 from tests.integration.task import raypo
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_tokenizer
 
 
@@ -35,20 +35,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def rollout(prompt: str, response: str) -> Rollout:
-    ids = np.zeros(1, np.int32)  # of another vocabulary: texts are what counts
-    return Rollout(
-        prompt=prompt,
-        response=response,
-        prompt_ids=ids,
-        response_ids=ids,
-        log_probs=np.zeros(1, np.float32),
-        response_mask=np.ones(1, bool),
-        label=None,
-        prompt_index=0,
-        sample_index=0,
-        finish_reason="length",
-        weight_version=0,
-    )
+    # The ids are of another vocabulary: texts are what counts.
+    return plain_rollout(prompt=prompt, response=response, finish_reason="length")
 
 
 def test_a_served_model_scores_texts_as_transformers_does(model: Path) -> None:

@@ -42,6 +42,7 @@ from tests.integration.recipe_learners import (
     example_learner,
     example_update,
 )
+from tests.rollouts import plain_rollout
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24
 PPO = PPOSection.model_validate(
@@ -55,18 +56,12 @@ def scored_rollouts() -> list[Rollout]:
     made = []
     for number in range(GROUPS * SAMPLES):
         tokens = LONGEST if number % 3 == 0 else int(generator.integers(1, 8))
-        rollout = Rollout(
-            prompt="",
-            response="",
+        rollout = plain_rollout(
+            num_response=tokens,
             prompt_ids=generator.integers(4, 60, 1 + number % 4).astype(np.int32),
             response_ids=generator.integers(4, 60, tokens).astype(np.int32),
-            log_probs=np.zeros(tokens, np.float32),
-            response_mask=np.ones(tokens, bool),
-            label=None,
             prompt_index=number // SAMPLES,
             sample_index=number % SAMPLES,
-            finish_reason="stop",
-            weight_version=0,
             group_index=number // SAMPLES,
         )
         reference = generator.normal(-4.0, 0.5, tokens).astype(np.float32)

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer, Rollout
@@ -30,9 +29,9 @@ from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.summary import FATES
 from tests.integration.task import (
     REPOSITORY,
-    digit_share,
     kill_train_workers,
     numbers,
+    pid_of,
     read_metrics,
     wait_for_steps,
 )
@@ -139,16 +138,6 @@ def all_draws(steps: list[list[int]]) -> list[int]:
     return [group for step in steps for group in step]
 
 
-def pid_of(replica: str) -> int:
-    """Of a replica's process, once it is up."""
-    while True:
-        with suppress(RayActorError, ValueError):
-            actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.status.remote())
-            return life.pid
-        time.sleep(0.2)
-
-
 def load_of(replica: str) -> Load:
     actor: Any = ray.get_actor(replica, "raypo")
     load = ray.get(actor.call.remote(Call("load", (), {})))
@@ -213,19 +202,6 @@ def test_a_filter_whose_batches_overlap_trains_the_groups_that_pass_in_their_ord
     totals = assert_accounts_close(folder, metrics)
     assert totals["filtered"] == 4 * sum(group % 3 == 0 for group in range(max(drawn)))
     assert totals["carried"] == 0
-
-
-def fails_at_times(rollouts: list[Rollout]) -> list[float | None]:
-    scores = digit_share(rollouts)
-    return [None if r.sample_index == 3 else s for r, s in zip(rollouts, scores, strict=True)]
-
-
-def test_samples_that_get_no_score_are_failed_and_nothing_else_is_lost(task: Path):
-    failing: dict[str, Any] = {"reward.max_failed_fraction": 0.5}
-    folder, metrics = run(task, "failed", reward=fails_at_times, **failing)
-    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
-    totals = assert_accounts_close(folder, metrics)
-    assert (totals["failed"], totals["trained"]) == (8 * NUM_STEPS, 24 * NUM_STEPS)
 
 
 def test_a_killed_worker_loses_no_sample_of_those_that_are_in_flight_and_stale(task: Path):
@@ -338,23 +314,6 @@ def test_async_without_staleness_is_the_synchronous_run(
     assert len(rows) == NUM_STEPS
     if what == "filter":
         assert all(row["rollout/samples_filtered"] > 0 for row in metrics)
-
-
-def test_an_engine_that_is_slow_at_times_delays_and_changes_nothing(task: Path):
-    """Stopped and continued over and over: what it samples comes late, and of later weights."""
-
-    def slow(folder: Path) -> None:
-        pid = pid_of("raypo:slow:engine:0")
-        wait_for_steps(folder, 1)
-        while len(read_metrics(folder)) < NUM_STEPS - 2:
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.5)
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(0.5)
-
-    folder, metrics = run(task, "slow", slow)
-    assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
-    assert_accounts_close(folder, metrics)
 
 
 def test_a_critic_on_workers_of_its_own(task: Path):

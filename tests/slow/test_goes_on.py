@@ -11,7 +11,7 @@ from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
-from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
+from tests.integration.task import kill_train_workers_after, numbers, read_metrics
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -104,16 +104,13 @@ def test_a_curriculum_goes_on_with_the_prompts_of_the_run_that_was_never_stopped
     whole, _ = run(task, f"whole-{mode}", **keys)
     config = PPOConfig.load(task, overrides={"name": f"killed-{mode}", **keys})
 
-    def kill() -> None:
-        wait_for_steps(task.parent / "runs" / config.name, 3)
-        kill_train_workers()
-
-    killer = threading.Thread(target=kill, daemon=True)
+    folder = task.parent / "runs" / config.name
+    killer = threading.Thread(target=kill_train_workers_after, args=(folder, 3), daemon=True)
     killer.start()
     once = RunConfig(failure_config=FailureConfig(max_failures=1))
     result = PPOTrainer(config, run_config=once).fit()
     killer.join(timeout=10)
-    rows = read_metrics(task.parent / "runs" / config.name)
+    rows = read_metrics(folder)
     assert result.return_value == {"status": "finished", "step": 6}
     accounts = {f"rollout/samples_{name}" for name in ("asked", "asked_again", "carried")}
     one, other = (

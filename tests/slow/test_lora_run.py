@@ -1,7 +1,6 @@
 """Whole PPO runs with LoRA: resumed to the same numbers, pushed merged or as an adapter."""
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from ray.train import FailureConfig, RunConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from raypo import (
@@ -23,8 +21,6 @@ from raypo import (
 from tests.integration.pipeline import reward_model_values, sft_values, write_examples
 from tests.integration.task import (
     kill_at_work,
-    kill_train_workers,
-    numbers,
     read_metrics,
     write_task,
 )
@@ -68,23 +64,6 @@ def test_plain_transformers_and_peft_load_what_it_leaves(first: SimpleNamespace,
         adapted = PeftModel.from_pretrained(base, first.folder / "adapter")
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=0)
         assert (merged(ids).logits - before).abs().max() > 0.01
-
-
-def test_a_worker_that_is_killed_comes_back_to_the_same_numbers(first: SimpleNamespace, task: Path):
-    folder = task.parent / "runs" / "lost"
-
-    def kill_the_worker() -> None:
-        deadline = time.monotonic() + 300
-        while len(read_metrics(folder)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        kill_train_workers()
-
-    killer = threading.Thread(target=kill_the_worker, daemon=True)
-    killer.start()
-    run_config = RunConfig(name="lost", failure_config=FailureConfig(max_failures=1))
-    PPOTrainer(PPOConfig.load(task, LORA), run_config=run_config).fit()
-    killer.join(timeout=10)
-    assert numbers(read_metrics(folder)) == numbers(first.metrics)
 
 
 def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(

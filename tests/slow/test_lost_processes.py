@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import ray
-from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.deployment.spec import Call
-from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
+from tests.integration.task import kill_train_workers, numbers, pid_of, read_metrics, wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -91,16 +89,6 @@ def undisturbed(config: PPOConfig, local_ray: None) -> list[Any]:
     return run(config, "undisturbed")
 
 
-def pid_of(replica: str) -> int:
-    """Of a replica's process, once it is up."""
-    while True:
-        with suppress(RayActorError):
-            actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.status.remote())
-            return life.pid
-        time.sleep(0.2)
-
-
 def kill_in_a_call(pid: int, folder: Path) -> None:
     """It stands still from a step's end on: the next call to it waits until it is killed."""
     os.kill(pid, signal.SIGSTOP)
@@ -149,16 +137,6 @@ def test_engine_reference_reward_model_and_store(config: PPOConfig, undisturbed:
             kill_in_a_call(pid, folder)
 
     assert run(config, "served", disturb) == undisturbed
-
-
-def test_the_learner_worker_with_all_that_lives_beside_it(
-    config: PPOConfig, undisturbed: list[Any]
-):
-    def disturb(folder: Path) -> None:
-        wait_for_steps(folder, 3)
-        kill_train_workers()
-
-    assert run(config, "worker", disturb) == undisturbed
 
 
 def test_an_engine_that_is_killed_between_pause_and_resume(config: PPOConfig, tmp_path: Path):

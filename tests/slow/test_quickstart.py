@@ -1,8 +1,6 @@
 """The demo's conditions hold for several seeds, and not with scores that mean nothing."""
 
-import os
 import random
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,26 +8,10 @@ import pytest
 
 from examples.quickstart.demo import Pipeline, read_metrics, table, values_of
 from raypo import PPOTrainer, Rollout
-from raypo.config import ClusterSection
 from raypo.serving.frozen import RewardModel
 
-REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("local_ray")
 MAX_CONTROL_GAIN = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray() -> Iterator[None]:
-    import ray
-
-    from raypo.cluster.connect import connect
-
-    # Workers import this file's reward function.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
-    )
-    connect(ClusterSection())
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What changes from step to step goes on where it was when a worker is killed."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,7 @@ import pytest
 from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
-from tests.integration.task import kill_train_workers, numbers, read_metrics
-
-
-def kill_after(folder: Path, steps: int) -> None:
-    deadline = time.monotonic() + 300
-    while len(read_metrics(folder)) < steps and time.monotonic() < deadline:
-        time.sleep(0.02)
-    kill_train_workers()
+from tests.integration.task import kill_train_workers_after, numbers, read_metrics
 
 
 def test_a_run_that_goes_on_keeps_its_schedule_and_its_entropy_coefficient(
@@ -39,7 +31,7 @@ def test_a_run_that_goes_on_keeps_its_schedule_and_its_entropy_coefficient(
         "eval.prompts": None,
     }
     runs, metrics = task.parent / "runs", {}
-    killer = threading.Thread(target=kill_after, args=(runs / "halves", 3))
+    killer = threading.Thread(target=kill_train_workers_after, args=(runs / "halves", 3))
     for name in ("whole", "halves"):
         if name == "halves":
             killer.start()

@@ -9,7 +9,7 @@ import yaml
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.outcome import Outcome
-from tests.integration.pipeline import dpo_values, sft_values, write_examples
+from tests.integration.pipeline import dpo_values, write_examples
 from tests.integration.task import read_metrics
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -26,23 +26,6 @@ def sweep(folder: Path, name: str, base: dict[str, Any], **keys: Any) -> tuple[O
     config = SweepConfig.load(path)
     files = RunFiles(config.storage_path, config.name)
     return run_sweep(config, config.base_config(), files), files.folder
-
-
-def test_the_learning_rate_of_a_fine_tuning(tmp_path: Path):
-    outcome, folder = sweep(
-        tmp_path,
-        "rate",
-        sft_values(tmp_path),
-        space={"learner.lr": {"grid": [1e-6, 5e-3]}},
-        metric="eval/loss",
-        mode="min",
-    )
-    assert [record.status for record in outcome.records] == ["finished", "finished"]
-    assert outcome.best is not None
-    best = yaml.safe_load((folder / "best.yaml").read_text())
-    assert best["learner"]["lr"] == 5e-3
-    last = [read_metrics(folder / "trials" / each.name)[-1] for each in outcome.records]
-    assert last[1]["eval/loss"] < last[0]["eval/loss"]
 
 
 def test_a_population_of_preferences_goes_on_from_the_best_whatever_it_has_drawn(tmp_path: Path):

@@ -21,6 +21,7 @@ from raypo.ppo.corrections import with_corrections
 from raypo.ppo.estimators import with_advantages
 from raypo.rollout.sharding import deal, to_experience
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.unit.learner.plain import (
     TEMPERATURE,
     VOCABULARY,
@@ -65,18 +66,14 @@ def _score(response: torch.Tensor) -> float:
 
 
 def _rollout(row: int, ids: np.ndarray, log_probs: np.ndarray) -> Rollout:
-    return Rollout(
-        prompt="p",
-        response="r",
+    return plain_rollout(
+        num_response=TOKENS,
         prompt_ids=ids[:1].astype(np.int32),
         response_ids=ids[1:].astype(np.int32),
         log_probs=log_probs,
-        response_mask=np.ones(TOKENS, dtype=bool),
-        label=None,
         prompt_index=row // SAMPLES,
         sample_index=row % SAMPLES,
         finish_reason="length",
-        weight_version=0,
         group_index=row // SAMPLES,
     )
 

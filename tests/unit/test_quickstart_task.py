@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -24,6 +23,7 @@ from examples.quickstart.reward import exact
 from raypo import PPOConfig, RewardModelConfig, Rollout, SFTConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.data.prompts import peek
+from tests.rollouts import plain_rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART = EXAMPLES / "quickstart"
@@ -31,19 +31,7 @@ ANSWER_TOKENS = len("0135") + 1
 
 
 def rollout(response: str, label: str) -> Rollout:
-    return Rollout(
-        prompt="5031=",
-        response=response,
-        prompt_ids=np.zeros(5, np.int32),
-        response_ids=np.zeros(5, np.int32),
-        log_probs=np.zeros(5, np.float32),
-        response_mask=np.ones(5, bool),
-        label=label,
-        prompt_index=0,
-        sample_index=0,
-        finish_reason="stop",
-        weight_version=0,
-    )
+    return plain_rollout(5, 5, prompt="5031=", response=response, label=label)
 
 
 def test_answer_is_the_digits_in_order():

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from raypo.collectives import Workers
-from raypo.config import LearnerSection, ModelSection, PPOSection, RewardSection
+from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner import learner as learner_module
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
@@ -29,8 +29,8 @@ from raypo.models.networks import Policy
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rewards.scoring import ScoreOfParts
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.sharding import deal, to_experience
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Experience, Rollout
 
 VOCABULARY = 12
@@ -202,7 +202,7 @@ def with_log_probs(samples: list[Rollout], generator: np.random.Generator) -> It
 class Outcome:
     """All that a step leaves behind."""
 
-    collected: Collected
+    collected: StepBatch
     experience: Experience
     figures: dict[str, float]
     state: UpdateState
@@ -238,13 +238,12 @@ def one_step(
         position += count
         return [each for index in draws for each in group(index)]
 
-    batch = StepBatch(PROMPTS_PER_STEP, ppo.filter, RewardSection())
+    batch = StepBatch(missing_groups=PROMPTS_PER_STEP, filter=ppo.filter)
     while batch.num_wanted:
         batch.add(scored_rollouts(batch.num_wanted))
-    collected = batch.collected()
     learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
     hands = deal(
-        collected.trained,
+        batch.trained,
         minibatch_size=ppo.minibatch_size,
         seed=(0, step),
         num_workers=workers.count,
@@ -267,9 +266,9 @@ def one_step(
     )
     models: Any = learner
     return Outcome(
-        collected,
+        batch,
         experience,
-        collected.metrics | metrics,
+        batch.metrics | metrics,
         state,
         models._policy.gradients if roles.trains_policy else [],
         models._critic.gradients if models._critic else [],
@@ -313,8 +312,8 @@ class ThreadWorkers(Workers):
         gathered = self.gather(value)
         return gathered if self.rank == 0 else []
 
-    def scatter(self, hands: Sequence[Any]) -> Any:
-        return self.broadcast(hands)[self.rank]
+    def scatter(self, values: Sequence[Any]) -> Any:
+        return self.broadcast(values)[self.rank]
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]

@@ -17,7 +17,7 @@ from raypo.rewards.judge_servers import JudgeServers
 from raypo.rewards.remote import JsonServers
 from raypo.rewards.scoring import FailedScore, RewardError, parts_of, score, texts_of
 from raypo.rewards.wire import from_answer, to_answer
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, Scoring, source_weights
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.storage.rollout_table import rollout_table
 from raypo.types import Rollout
@@ -270,7 +270,7 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
         section = RewardSection.model_validate(reward | {"weights": {"judge": 2}})
         model = ModelSection(policy="p")
         servers = open_servers(section)
-        scorer = Scorer.from_config(None, (), reward=section, model=model, servers=servers)
+        scorer = Scorer(None, (), source_weights(section, model), servers)
         scored = scorer.score([rollout("four"), rollout("five", sample_index=1)])
     assert scored[0].score == 2.0
     assert math.isnan(scored[1].score)
@@ -314,15 +314,14 @@ def test_a_batch_is_judged_as_a_whole_after_sampling_wherever_the_judge_runs():
     assert open_servers(section) == {}
     replicas = Replicas(["10", "1"])
     for models_apart in (False, True):
-        scorer = Scorer.from_config(
+        scorer = Scorer(
             None,
             (),
-            reward=section,
-            model=ModelSection(policy="p"),
+            source_weights(section, ModelSection(policy="p")),
             judge=deployed(replicas, grades=[1, 10]),
             models_apart=models_apart,
         )
-        scoring = scorer.begin()
+        scoring = Scoring(scorer)
         assert not scoring.scores_early
         replicas.calls[:] = [["10", "1"]]
         batch = [rollout("four"), rollout("five", sample_index=1)]

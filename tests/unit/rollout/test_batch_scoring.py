@@ -9,7 +9,7 @@ import pytest
 
 from raypo.config import ModelSection, RewardSection
 from raypo.rewards.scoring import FailedScore, RewardError
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.batch_scoring import Scorer, Scoring, source_weights
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
 
@@ -35,9 +35,8 @@ def judges(**changes) -> Scorer:
             {"policy": "p", "reward": ["a", {"path": "b", "weight": 0.5}]}
         ),
     } | changes
-    return Scorer.from_config(
-        values["function"], values["models"], reward=values["reward"], model=values["model"]
-    )
+    weights = source_weights(values["reward"], values["model"])
+    return Scorer(values["function"], values["models"], weights)
 
 
 def by_source(scorer: Scorer, given: list[Rollout]) -> list[dict[str, float]]:
@@ -87,9 +86,8 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
         return [r.label for r in given[:1]] + [TimeoutError("no answer in 1 s")]
 
     reward = RewardSection.model_validate({"url": "http://a/score", "weights": {"url": 0.5}})
-    judge = Scorer.from_config(
-        function, (), reward=reward, model=ModelSection(policy="p"), servers={"url": servers}
-    )
+    weights = source_weights(reward, ModelSection(policy="p"))
+    judge = Scorer(function, (), weights, {"url": servers})
     first, second = by_source(judge, rollouts(4.0, 5.0))
     assert first == {"function": 1.0, "url": 4.0}
     assert judge.total(first) == 1.0 + 0.5 * 4.0
@@ -129,7 +127,7 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
         says("function"), (RewardModel(says("model")),), {}, {"url": says("url")}, models_apart=True
     )
     groups = draws(2, 1, 2)
-    scoring = judge.begin()
+    scoring = Scoring(judge)
     assert scoring.scores_early
     scoring.add(groups[1])
     scoring.add(groups[1])
@@ -146,7 +144,7 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
 
 def test_models_beside_the_learner_are_asked_when_all_is_sampled():
     model = RewardModel(lambda given: [float(len(given))] * len(given))
-    scoring = Scorer(None, (model,), {}).begin()
+    scoring = Scoring(Scorer(None, (model,), {}))
     assert not scoring.scores_early
     groups = draws(2, 2)
     scoring.add(groups[1])
@@ -162,7 +160,7 @@ def test_a_function_with_processes_is_called_by_as_many_threads_and_its_error_is
             raise ValueError("no")
         return [1.0] * len(given)
 
-    scoring = Scorer(function, (), {}, processes=2).begin()
+    scoring = Scoring(Scorer(function, (), {}, processes=2))
     groups = draws(1, 1)
     for group in groups:
         scoring.add(group)

@@ -18,11 +18,10 @@ from raypo.data.stream import ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.controller import RolloutController
 from raypo.rollout.curriculum import CurriculumStream
-from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
-from raypo.rollout.sample_counts import sample_count_metrics
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt, Rollout
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 
 PROMPTS_PER_STEP = 2
 
@@ -53,7 +52,9 @@ class Run:
             self.source,
             lambda *args: self.scored(*args),
             lambda: StepBatch(
-                PROMPTS_PER_STEP, self.filter, RewardSection(max_failed_fraction=1.0)
+                missing_groups=PROMPTS_PER_STEP,
+                filter=self.filter,
+                reward=RewardSection(max_failed_fraction=1.0),
             ),
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=max_staleness,
@@ -114,10 +115,7 @@ class Run:
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
             counts, rates = self.controller.accounts(collected)
-            figures = sample_count_metrics(
-                counts, collected, step=step, max_staleness=self.max_staleness_trained
-            )
-            self.figures.append(collected.metrics | figures)
+            self.figures.append(collected.counts(step, self.max_staleness_trained) | counts)
             self.rates.append(rates)
             time.sleep(update_s)
             self.push(step)
@@ -368,8 +366,8 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
     first = run.controller.take(1).result()
-    wait_until(lambda: run.source.sample_counts.carried == 3 * 2 * PROMPTS_PER_STEP)
-    assert run.controller.accounts(first)[0] == (12, 0, 8)
+    wait_until(lambda: run.source.num_carried == 3 * 2 * PROMPTS_PER_STEP)
+    assert list(run.controller.accounts(first)[0].values()) == [12, 0, 8]
     assert run.controller.save(tmp_path) == {"position": PROMPTS_PER_STEP}
     go_on.set()
     resumed = Run(max_staleness=3)

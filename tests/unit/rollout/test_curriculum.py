@@ -10,10 +10,10 @@ from scipy import stats
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix
 from raypo.rollout.curriculum import CurriculumStream, Outcome, few_draws_note
-from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 
 BLOCK = 4
 
@@ -165,5 +165,5 @@ def test_without_a_curriculum_there_is_nothing_to_learn_and_no_metric():
     source = PromptSource(ShuffledStream(prompts(3), seed=0), 2)
     source.draw(2)
     source.learn([], until=2)
-    assert source.pass_rates(Collected([], [], 0, {}), 2) == {}
+    assert source.pass_rates(StepBatch([], [], 0, {}), 2) == {}
     assert source.position(2) == {"position": 2}

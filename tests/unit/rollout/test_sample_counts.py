@@ -8,21 +8,20 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypo.config import FilterSection
-from raypo.rollout.dynamic_sampling import Collected
-from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
+from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.step_batch import StepBatch
 from raypo.storage.summary import FATES, sample_totals
 from raypo.types import Rollout
 from tests.unit.rollout.test_controller import Run, assert_accounts_close
-from tests.unit.rollout.test_dynamic_sampling import fill, rollout
+from tests.unit.rollout.test_step_batch import prompts, rollout
 
 
-def collected(*versions: int) -> Collected:
+def collected(*versions: int) -> StepBatch:
     scored = [
         replace(rollout(0, number), weight_version=version, score=1.0)
         for number, version in enumerate(versions)
     ]
-    return Collected(scored, scored, 0, {"rollout/samples_trained": float(len(scored))})
+    return StepBatch(scored, scored, 0, {"rollout/samples_trained": float(len(scored))})
 
 
 def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
@@ -30,7 +29,7 @@ def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
     scored = collected(5, 4, 3, 2)
     late = replace(scored.scored[3], later_versions=((2, 4),))  # its last token is not
     scored.trained[3] = late
-    figures = sample_count_metrics((4, 0, 0), scored, step=6, max_staleness=1)
+    figures = scored.counts(6, 1)
     assert figures["rollout/samples_dropped"] == 1
     assert figures["rollout/samples_trained"] == 3
 
@@ -39,16 +38,16 @@ def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
     both = collected(1, 5)
     second = replace(both.scored[1], sample_index=0, row_index=1)
     both.trained[1] = second
-    figures = sample_count_metrics((1, 0, 0), both, step=6, max_staleness=1)
+    figures = both.counts(6, 1)
     assert figures["rollout/samples_dropped"] == 0
 
 
 def test_what_was_lost_at_a_checkpoint_is_asked_for_again_first():
-    ledger = SampleCounts(carried=12, lost=8)
-    ledger.ask(6)
-    ledger.ask(6)
-    assert ledger.of_step(collected()) == (4, 8, 16)
-    assert ledger.of_step(collected(0, 0, 0, 0)) == (0, 0, 12)
+    source = PromptSource(prompts(), 2, num_carried=12, num_lost=8)
+    source.draw(3)
+    source.draw(3)
+    assert list(source.counts(collected()).values()) == [4, 8, 16]
+    assert list(source.counts(collected(0, 0, 0, 0)).values()) == [0, 0, 12]
 
 
 @given(
@@ -109,8 +108,3 @@ def test_a_synchronous_run_carries_nothing():
     assert_accounts_close(run.figures)
     assert {row["rollout/samples_carried"] for row in run.figures} == {0.0}
     assert sum(row["rollout/samples_filtered"] for row in run.figures) > 0
-
-
-def test_sampled_is_the_batch_of_the_step():
-    step = fill(lambda group: (0.0, 1.0), section=FilterSection())
-    assert step.metrics["rollout/samples_sampled"] == len(step.scored)

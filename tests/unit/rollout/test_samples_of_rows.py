@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
+from raypo.config import EvalSection, PPOConfig, PPOSection
 from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
 from raypo.ppo.objective import StepCounts
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import deal, to_experience
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
 from raypo.types import Episode, Experience, Prompt, Rollout, ToolUse
 from tests.stand_ins import Engine, Lossy
 from tests.unit.config.test_run_config import with_keys
 from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 from tests.unit.test_known_bugs import SAMPLING
 
 TOKENS = [(0, 0, [4, 3, 5]), (0, 1, [2]), (1, 0, [3, 3]), (1, 1, [5, 1])]
@@ -187,7 +187,7 @@ def test_tools_and_what_an_episode_measured_are_counted_once():
 def test_work_is_counted_by_samples_and_no_row_is_taken_for_another_update():
     config = PPOConfig.parse(with_keys(rollout__prompts_per_step=2, rollout__samples_per_prompt=2,
                                        ppo__minibatch_size=4))  # fmt: skip
-    work = step_work(Collected(rows(), rows(), 0, {}), None, config, step=1)
+    work = step_work(StepBatch(rows(), rows(), 0, {}), None, config, step=1)
     assert {name: each.samples for name, each in work.items()} == dict.fromkeys(work, 4.0)
     assert work["generate"].tokens == 26.0
 
@@ -227,9 +227,7 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         ),
         None,
         section=EvalSection(),
-        scorer=Scorer.from_config(
-            judge, (), reward=RewardSection(), model=ModelSection(policy="p")
-        ),
+        scorer=Scorer(judge, (), {}),
     )
     assert figures["eval/response_tokens_mean"] == 8.0
     assert figures["eval/episode/hits"] == 1.0

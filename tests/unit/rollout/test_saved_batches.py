@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.saved_batches import read_batches, write_batches
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Episode, Prompt, Rollout, ToolUse
 from tests.unit.rollout.test_controller import Run
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 
 PROMPTS = [
     Prompt(index, f"{index}?", np.array([5], np.int32), label=label, row={"answer": label})
@@ -60,9 +60,9 @@ def test_batches_are_read_as_they_were_written(tmp_path: Path):
     )
     empty = replace(rollout(8, 0, tokens=0), label="zero", row={"answer": "zero"})
     batches = {
-        3: Collected([plain, whole], [whole], 1, {"rollout/samples_sampled": 2.0}),
-        4: Collected([empty], [], 0, {}),
-        5: Collected([], [], 4, {}),
+        3: StepBatch([plain, whole], [whole], 1, {"rollout/samples_sampled": 2.0}),
+        4: StepBatch([empty], [], 0, {}),
+        5: StepBatch([], [], 4, {}),
     }
     write_batches(tmp_path / "x.npz", batches, {"stream": {"position": 9}})
     read, state = read_batches(tmp_path / "x.npz", PROMPTS)
@@ -80,7 +80,7 @@ def test_batches_are_read_as_they_were_written(tmp_path: Path):
 
 def test_rollouts_of_a_row_that_is_gone_have_no_label(tmp_path: Path):
     batches = {
-        1: Collected([replace(rollout(0, 0), prompt_index=index) for index in (2, 9)], [], 0, {})
+        1: StepBatch([replace(rollout(0, 0), prompt_index=index) for index in (2, 9)], [], 0, {})
     }
     write_batches(tmp_path / "x.npz", batches, {})
     read, _ = read_batches(tmp_path / "x.npz", PROMPTS)

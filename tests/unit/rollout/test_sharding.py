@@ -12,7 +12,7 @@ from raypo.learner.learner import minibatch_order
 from raypo.rollout.sharding import balanced_shares, deal, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.types import Prompt, Rollout
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 
 
 def scored(count: int) -> list[Rollout]:

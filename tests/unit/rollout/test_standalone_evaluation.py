@@ -17,7 +17,7 @@ from raypo.rollout.standalone_evaluation import evaluate_model
 from raypo.serving.client import EngineClient
 from raypo.types import Episode, Prompt, Rollout
 from tests.tiny import tiny_policy
-from tests.unit.rollout.test_dynamic_sampling import rollout
+from tests.unit.rollout.test_step_batch import rollout
 from tests.unit.test_known_bugs import Served
 
 FUNCTIONS = """

@@ -11,6 +11,7 @@ from raypo.config import ConfigError, RejectionSamplingConfig, SelectionSection
 from raypo.recipes.rejection_sampling import best_of, row_of
 from raypo.recipes.rounds import key_of
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 
 VALUES = {
     "name": "r",
@@ -23,18 +24,15 @@ VALUES = {
 def scored(group: int, number: int, score: float, response: str = "") -> Rollout:
     text = response or f"{group}.{number}"
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    return Rollout(
+    return plain_rollout(
+        2,
+        len(ids),
         prompt=f"prompt {group}",
         response=text,
-        prompt_ids=np.zeros(2, np.int32),
         response_ids=ids,
-        log_probs=np.zeros(len(ids), np.float32),
-        response_mask=np.ones(len(ids), bool),
         label=7,
         prompt_index=group,
         sample_index=number,
-        finish_reason="stop",
-        weight_version=0,
         group_index=group,
         score=score,
     )

@@ -21,23 +21,11 @@ from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_policy
 
 ROLLOUTS = [
-    Rollout(
-        prompt="1+1=",
-        response="2" * number,
-        prompt_ids=np.zeros(4, np.int32),
-        response_ids=np.zeros(number, np.int32),
-        log_probs=np.zeros(number, np.float32),
-        response_mask=np.ones(number, bool),
-        label="2",
-        prompt_index=0,
-        sample_index=0,
-        finish_reason="stop",
-        weight_version=0,
-        group_index=number,
-    )
+    plain_rollout(4, number, prompt="1+1=", response="2" * number, label="2", group_index=number)
     for number in range(1, 7)
 ]
 

@@ -13,8 +13,8 @@ import pytest
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.metrics.clock import Clock
-from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.engines import PolicyEngines, Pushes
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.phases import Phase
 from raypo.run.rollouts import Rollouts
 from raypo.serving.requests import Completion, SamplingRequest
@@ -43,7 +43,7 @@ class Controller:
 
     def take(self, step: int) -> Future[Any]:
         self.phases.now = Phase.SCORE
-        return self._answer(Collected([], [], 0, {"rollout/refills": 1.0}))
+        return self._answer(StepBatch([], [], 0, {"rollout/refills": 1.0}))
 
     def settle(self) -> Future[Any]:
         return self._answer(None)
@@ -78,7 +78,7 @@ def rollouts_of(workers: Workers, *, mode: str) -> tuple[Rollouts, Weights, Any]
     config = SimpleNamespace(rollout=SimpleNamespace(mode=mode))
     run: Any = SimpleNamespace(workers=workers, config=config)
     inputs: Any = SimpleNamespace(rollouts=None)
-    rollouts = Rollouts(run, inputs, None, phases, weights)  # type: ignore[arg-type]
+    rollouts = Rollouts(run, None, inputs, None, phases, weights)  # type: ignore[arg-type]
     if workers.rank == 0:
         rollouts._controller = Controller(weights, phases)  # type: ignore[assignment]
     return rollouts, weights, phases

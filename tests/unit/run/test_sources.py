@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from raypo.collectives import Workers
@@ -18,7 +17,7 @@ from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
-from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_policy
 from tests.unit.data.prompt_files import save_to_disk, write
 from tests.unit.run.test_few_prompts import Said
@@ -66,14 +65,10 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         "8), so they repeat within a step; give more, or a lower weight"
     ]
 
-    ids = np.ones(2, np.int32)
     rollouts = [
-        Rollout(
-            "p", "r", ids, ids, ids.astype(np.float32), ids.astype(bool), None, draw.index,
-            0, "stop", 0, draw.group_index, data_source=draw.data_source,
-        )
+        plain_rollout(2, 2, group_index=draw.group_index, data_source=draw.data_source)
         for draw in draws
-    ]  # fmt: skip
+    ]
     scored = own.scorer(config, NO_SERVICES).score(rollouts)
     figures = rollout_metrics(scored)
     assert figures["rollout/score_mean/few"] == 0.0

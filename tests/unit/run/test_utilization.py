@@ -1,31 +1,17 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from raypo.config import PPOConfig
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.utilization import Work, models_of, step_work, work_metrics
 from raypo.types import Rollout
+from tests.rollouts import plain_rollout
 from tests.tiny import tiny_policy
 
 
 def scored(group: int, sample: int, *, prompt: int, response: int) -> Rollout:
-    return Rollout(
-        prompt="",
-        response="",
-        prompt_ids=np.zeros(prompt, dtype=np.int32),
-        response_ids=np.zeros(response, dtype=np.int32),
-        log_probs=np.zeros(response, dtype=np.float32),
-        response_mask=np.ones(response, dtype=bool),
-        label=None,
-        prompt_index=0,
-        sample_index=sample,
-        finish_reason="stop",
-        weight_version=0,
-        group_index=group,
-        score=1.0,
-    )
+    return plain_rollout(prompt, response, group_index=group, sample_index=sample, score=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +31,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
 
 def test_each_phase_has_what_passes_it(config: PPOConfig):
     every = [scored(0, i, prompt=4, response=3) for i in range(2)]
-    collected = Collected(every, every[:1], 0, {})
+    collected = StepBatch(every, every[:1], 0, {})
     work = step_work(collected, models_of(config), config, step=2)
     assert {name: (each.samples, each.tokens) for name, each in work.items()} == {
         "generate": (2, 6),
@@ -57,7 +43,7 @@ def test_each_phase_has_what_passes_it(config: PPOConfig):
     assert work["score"].flops == work["generate"].flops
 
     alone = [scored(i, 0, prompt=4, response=3) for i in range(2)]
-    apart = step_work(Collected(alone, [], 0, {}), models_of(config), config, step=2)
+    apart = step_work(StepBatch(alone, [], 0, {}), models_of(config), config, step=2)
     assert apart["generate"].flops == apart["score"].flops
     assert apart["score"].flops > work["score"].flops  # a group's prompt is read once
 
@@ -68,13 +54,13 @@ def test_a_step_of_one_update_makes_no_pass_for_old_log_probs(config: PPOConfig)
     for size, passes in ((2, 0), (1, 1)):
         ppo = config.ppo.model_validate({**keys, "minibatch_size": size})
         one = config.model_copy(update={"ppo": ppo})
-        work = step_work(Collected(every, every, 0, {}), models_of(one), one, step=1)
+        work = step_work(StepBatch(every, every, 0, {}), models_of(one), one, step=1)
         assert 3 * work["log_probs"].flops == passes * work["update"].flops
 
 
 def test_what_has_devices_of_its_own_is_not_the_workers_work(config: PPOConfig):
     every = [scored(0, 0, prompt=4, response=3)]
-    collected, models = Collected(every, every, 0, {}), models_of(config)
+    collected, models = StepBatch(every, every, 0, {}), models_of(config)
     here = step_work(collected, models, config, step=2)
     there = step_work(collected, models, config, step=2, elsewhere={"engine", "reference"})
     assert here["generate"].flops > 0 < here["score"].flops
@@ -85,7 +71,7 @@ def test_what_has_devices_of_its_own_is_not_the_workers_work(config: PPOConfig):
 
 def test_a_policy_that_waits_for_its_critic_is_not_counted(config: PPOConfig):
     every = [scored(0, 0, prompt=4, response=3)]
-    collected, models = Collected(every, every, 0, {}), models_of(config)
+    collected, models = StepBatch(every, every, 0, {}), models_of(config)
     warming = step_work(collected, models, config, step=1)["update"]
     after = step_work(collected, models, config, step=2)["update"]
     assert 0 < warming.flops < after.flops
@@ -98,7 +84,7 @@ def test_a_model_of_unknown_shape_has_rates_and_no_utilisation(config: PPOConfig
     )
     assert models_of(unknown) is None
     every = [scored(0, 0, prompt=4, response=3)]
-    work = step_work(Collected(every, every, 0, {}), None, config, step=1)
+    work = step_work(StepBatch(every, every, 0, {}), None, config, step=1)
     figures = work_metrics(work, {"time/generate_s": 2.0, "time/step_s": 4.0}, peak_flops=1.0)
     assert figures == {"perf/generate_samples_per_s": 0.5, "perf/generate_tokens_per_s": 1.5}
 

@@ -3,10 +3,6 @@
 import subprocess
 import sys
 
-import pyarrow as pa
-
-from raypo.storage.parquet import from_parquet, to_parquet
-
 READS = """
 import os
 import pyarrow as pa
@@ -17,14 +13,6 @@ before = len(os.listdir("/proc/self/task"))
 from_parquet(content).to_pylist()
 print(len(os.listdir("/proc/self/task")) - before)
 """
-
-
-def test_what_is_written_is_read():
-    table = pa.table({"a": [1, 2], "b": [["x"], None]}).replace_schema_metadata({"of": "run"})
-    read = from_parquet(to_parquet(table))
-    assert read.to_pylist() == table.to_pylist()
-    assert read.schema.metadata[b"of"] == b"run"
-    assert from_parquet(to_parquet(table), ["b"]).to_pylist() == [{"b": ["x"]}, {"b": None}]
 
 
 def test_reading_starts_no_thread():

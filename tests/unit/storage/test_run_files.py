@@ -144,13 +144,6 @@ def test_only_the_columns_that_are_wanted_are_read(storage):
     assert files.rollouts(1, columns=("score", "group_index")) == [{"score": 1.0, "group_index": 2}]
 
 
-def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
-    files = RunFiles(storage[0], "r")
-    files.truncate(after_step=0)
-    assert not files.exists()
-    assert (files.names(), files.metrics()) == ([], [])
-
-
 def test_rollouts_have_the_columns_and_types_of_the_design(storage):
     uri, folder = storage
     files = RunFiles(uri, "r")
@@ -403,23 +396,6 @@ def test_remove_takes_nothing_by_its_name_alone(storage, name):
         RunFiles(uri, "r").remove()
 
     assert (folder / name).exists()
-
-
-def test_remove_refuses_a_folder_that_is_no_run(storage):
-    uri, folder = storage
-    folder.mkdir()
-    (folder / "thesis.tex").write_text("years of work")
-    (folder / "config.yaml").write_text("name: another")
-
-    with pytest.raises(ConfigError) as error:
-        RunFiles(uri, "r").remove()
-
-    location = RunFiles(uri, "r").location
-    assert str(error.value) == (
-        f"name (r): {location} is not the folder of such a run, because it holds thesis.tex, so "
-        "it is not removed. Choose another name or storage_path, or remove the folder yourself."
-    )
-    assert (folder / "thesis.tex").exists()
 
 
 @pytest.mark.parametrize(("kind", "other"), [("run", "sweep"), ("sweep", "run")])

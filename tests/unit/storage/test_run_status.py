@@ -2,16 +2,14 @@
 
 import io
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from raypo.cluster.run_monitor import Monitor
 from raypo.storage.run_files import RunFiles
-from raypo.storage.run_state import RunStatus, paragraph, run_status, status_in_progress, table
+from raypo.storage.run_state import RunStatus, paragraph, run_status, table
 from tests.recorded_run import write_run
 
 
@@ -32,25 +30,6 @@ def run_of(folder: Path, steps: int = 4, status: str | None = None) -> RunFiles:
 @pytest.mark.parametrize("ended", ["finished", "failed", "interrupted"])
 def test_a_run_that_has_ended_says_how(tmp_path: Path, ended: str):
     assert status_of(run_of(tmp_path, status=ended), later_s=1e6).status == ended
-
-
-def test_a_run_on_a_cluster_stands_as_its_monitor_says_wherever_its_folder_is():
-    monitor = Monitor({"recipe": "sft", "location": "s3://bucket/runs/far", "num_steps": 40})
-    begun = status_in_progress("far", monitor.standing(), time.time())
-    assert (begun.done, begun.total, begun.scores, begun.step_s) == (0, 40, (), None)
-    monitor.tell("start", 11)
-    monitor.tell("phase", "loading the policy")
-    assert status_in_progress("far", monitor.standing(), time.time()).done == 10
-    monitor.tell("step", {"step": 12, "rollout/score_mean": 0.5, "time/step_s": 2.0})
-
-    run = status_in_progress("far", monitor.standing(), time.time() + 30.0)
-
-    assert (run.status, run.done, run.left_s) == ("running", 12, 56.0)
-    assert run.age_s == pytest.approx(30.0, abs=5.0)
-    told = "\n".join(paragraph(run))
-    assert "far: sft, running, step 12 of 40" in told
-    assert "s3://bucket/runs/far" in told
-    assert "0.5" in told
 
 
 def test_a_run_whose_lock_is_held_is_running_whatever_an_earlier_attempt_left(tmp_path: Path):

@@ -30,13 +30,6 @@ def test_summary_has_the_shape_that_readers_rely_on():
     }
 
 
-def test_first_evaluation_is_found_in_the_first_row_under_its_own_name():
-    rows = [ROWS[0] | {"eval/initial_score_mean": 0.31}, *ROWS[1:]]
-
-    assert summary(rows)["eval/score_mean"] == {"first": 0.31, "last": 0.6}
-    assert "eval/initial_score_mean" not in summary(rows)
-
-
 def test_a_run_without_steps_says_how_it_ended():
     assert summary([], status="failed") == {
         "status": "failed",
@@ -56,10 +49,6 @@ def test_steps_that_ended_after_the_summary_was_written_are_counted(tmp_path: Pa
     files.write_summary(summary(ROWS[:2], status="interrupted"))
     recount(files)
     assert files.summary() == summary(ROWS, status="interrupted")
-
-
-def test_metrics_that_a_run_does_not_have_are_left_out():
-    assert "eval/score_mean" not in summary([ROWS[0]])
 
 
 def test_versions_of_what_is_installed_and_of_nothing_else():

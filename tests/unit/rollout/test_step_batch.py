@@ -10,27 +10,23 @@ import pytest
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt, Rollout
+from tests.rollouts import plain_rollout
 
 LENIENT = RewardSection(max_failed_fraction=1.0)
 ALIKE, VARIED = (1.0, 1.0), (0.0, 1.0)
 
 
 def rollout(group: int, sample: int, tokens: int = 3) -> Rollout:
-    return Rollout(
+    return plain_rollout(
         prompt="p",
         response="r",
+        num_response=tokens,
         prompt_ids=np.array([5], np.int32),
         response_ids=np.full(tokens, 6, np.int32),
-        log_probs=np.zeros(tokens, np.float32),
-        response_mask=np.ones(tokens, dtype=bool),
-        label=None,
-        prompt_index=0,
         sample_index=sample,
-        finish_reason="stop",
-        weight_version=0,
         group_index=group,
     )
 
@@ -46,7 +42,7 @@ def fill(
     prompts_per_step: int = 4,
     stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
-) -> Collected:
+) -> StepBatch:
     source = PromptSource(stream or prompts(), 2)
 
     def scored_rollouts(count: int) -> list[Rollout]:
@@ -56,18 +52,18 @@ def fill(
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
-    batch = StepBatch(prompts_per_step, section, reward)
+    batch = StepBatch(missing_groups=prompts_per_step, filter=section, reward=reward)
     while batch.num_wanted:
         batch.add(scored_rollouts(batch.num_wanted))
-    return batch.collected()
+    return batch
 
 
-def fates(collected: Collected) -> tuple[float, ...]:
+def fates(collected: StepBatch) -> tuple[float, ...]:
     names = ("sampled", "trained", "filtered", "failed")
     return tuple(collected.metrics[f"rollout/samples_{name}"] for name in names)
 
 
-def groups(collected: Collected) -> list[int]:
+def groups(collected: StepBatch) -> list[int]:
     return sorted({each.group_index for each in collected.trained})
 
 
@@ -135,10 +131,10 @@ def test_too_many_failures_stop_the_run():
 
 def test_a_response_without_a_sampled_token_cannot_be_trained():
     scored = [replace(rollout(0, n, tokens), score=1.0) for n, tokens in ((0, 0), (1, 2))]
-    batch = StepBatch(1, FilterSection(), LENIENT)
+    batch = StepBatch(missing_groups=1, filter=FilterSection(), reward=LENIENT)
     batch.add(scored)
     assert not batch.num_wanted
-    collected = batch.collected()
+    collected = batch
     assert collected.trained == scored[1:]
     assert fates(collected) == (2, 1, 0, 1)
     assert collected.metrics["rollout/samples_empty"] == 1
