@@ -14,6 +14,7 @@ from raypo.translation.foreign_arguments import (
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_TEMPLATE = "data.apply_chat_template_kwargs."
 _ESTIMATORS = {each: each for each in ("gae", "grpo", "rloo", "opo", "gdpo")}
 _ESTIMATORS |= {"reinforce_plus_plus": "reinforce", "grpo_vectorized": "grpo"}
 _ESTIMATORS |= {"reinforce_plus_plus_baseline": "reinforce_baseline", "rloo_vectorized": "rloo"}
@@ -105,8 +106,19 @@ def _set_data(get: ForeignArguments, done: Settings) -> None:
         get.pass_over("data.shuffle")
     top_k = get(f"{_ROLLOUT}top_k")
     done["rollout.top_k"] = (top_k if top_k == TODO or top_k > 0 else None), f"{_ROLLOUT}top_k"
-    if not get(f"{_ROLLOUT}multi_turn.enable"):
-        get.pass_over(f"{_ROLLOUT}multi_turn.*")
+    template = [name for name in get.given if name.startswith(_TEMPLATE)]
+    if template:
+        values = {name.removeprefix(_TEMPLATE): get(name) for name in template}
+        done["data.chat_template_kwargs"] = values, ", ".join(template)
+    turns = f"{_ROLLOUT}multi_turn."
+    if get(f"{turns}enable"):
+        why = f"{turns}enable: file.py:Class, with verl's tools and turns (docs/environments.md)"
+        done["rollout.environment"] = TODO, why
+        get.copy(done, {"data.max_response_length": "rollout.max_episode_tokens"})
+        if get(f"{turns}max_assistant_turns") is None:
+            done["rollout.max_turns"] = TODO, f"{turns}max_assistant_turns: verl has no limit"
+    else:
+        get.pass_over(f"{turns}*")
 
 
 def _set_loss(get: ForeignArguments, done: Settings) -> None:
