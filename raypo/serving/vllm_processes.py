@@ -252,7 +252,10 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         self.raypo_leave_push()
         loaded = {_without_adapter(name) for name in self.raypo_loaded}
-        missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
+        names_of: dict[int, set[str]] = {}  # a module may be in the model at several paths
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(parameter), set()).add(_without_adapter(name))
+        missing = sorted(min(names) for names in names_of.values() if names.isdisjoint(loaded))
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
@@ -268,10 +271,15 @@ class WorkerExtension:
 
         if self.raypo_is_loading:
             self.raypo_is_loading = False
+            model = self.model_runner.get_model()
+            head = getattr(model, "lm_head", None)
+            bias = getattr(head, "bias", None)
             with _current_config(self.vllm_config):
-                finalize_layerwise_reload(
-                    self.model_runner.get_model(), self.vllm_config.model_config
-                )
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            # The loader of vLLM's Transformers backend makes the bias of the output head anew, and
+            # the end of the reload drops it (0.32).
+            if head is not None and getattr(head, "bias", None) is not bias:
+                head.register_parameter("bias", bias)
 
     def raypo_join_group(self, rendezvous: Rendezvous) -> None:
         """Join a broadcast group, after leaving the previous one.
