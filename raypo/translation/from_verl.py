@@ -248,7 +248,8 @@ def _set_rewards(get: ForeignArguments, done: Settings) -> None:
     custom, model = "reward.custom_reward_function.", "reward.reward_model."
     path = get(f"{custom}path")
     if path:
-        done["reward.function"] = f"{path}:{get(f'{custom}name')}", get.origin(f"{custom}path")
+        function = TODO if path == TODO else f"{path}:{get(f'{custom}name')}"
+        done["reward.function"] = function, get.origin(f"{custom}path")
     has_model = get(f"{model}enable")
     if has_model:
         origins = get.origin(f"{model}enable"), get.origin(f"{model}model_path")

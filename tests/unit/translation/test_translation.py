@@ -292,9 +292,11 @@ def test_a_value_that_could_not_be_resolved_is_todo(tmp_path: Path):
     file.write_text(
         "algorithm: {adv_estimator: gae}\ndata: {train_batch_size: '${x:1}'}\n"
         "actor_rollout_ref: {actor: {optim: {lr: '${y:2}'}}}\n"
+        "reward: {custom_reward_function: {path: '${z:3}', name: f}}\n"
     )
     text = translated(str(file))
-    assert {"rollout.prompts_per_step", "learner.policy_lr"} <= todo(text)
+    expected = {"rollout.prompts_per_step", "learner.policy_lr", "reward.function"}
+    assert expected <= todo(text)
 
 
 @pytest.mark.parametrize("estimator", ["remax", "gpg", "mine"])
