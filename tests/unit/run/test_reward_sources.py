@@ -121,5 +121,5 @@ def test_a_function_that_fails_on_the_first_rows_ends_the_run_before_a_model_loa
     config: dict[str, Any], tmp_path: Path
 ):
     (tmp_path / "judges.py").write_text("def pid(rollouts):\n    raise KeyError('no label')\n")
-    with pytest.raises(RewardError, match="'no label'.* made up to try the function"):
+    with pytest.raises(RewardError, match=r"'no label'.* made up to try the function"):
         judged(config)
