@@ -110,9 +110,10 @@ def _set_data(get: ForeignArguments, done: Settings) -> None:
     if template:
         values = {name.removeprefix(_TEMPLATE): get(name) for name in template}
         done["data.chat_template_kwargs"] = values, ", ".join(template)
-    turns = f"{_ROLLOUT}multi_turn."
-    if get(f"{turns}enable"):
-        why = f"{turns}enable: file.py:Class, with verl's tools and turns (docs/environments.md)"
+    turns, loop = f"{_ROLLOUT}multi_turn.", f"{_ROLLOUT}agent.default_agent_loop"
+    if get(f"{turns}enable") or get(loop) != "single_turn_agent":
+        origin = f"{turns}enable {get(f'{turns}enable')}, {loop} {get(loop)}"
+        why = f"{origin}: file.py:Class, with verl's tools and turns (docs/environments.md)"
         done["rollout.environment"] = TODO, why
         get.copy(done, {"data.max_response_length": "rollout.max_episode_tokens"})
         if get(f"{turns}max_assistant_turns") is None:

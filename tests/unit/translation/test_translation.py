@@ -385,6 +385,8 @@ def test_turns_of_verl_are_no_run_of_single_responses():
     assert "  max_turns: 5 #" in translated(
         f"{GROUPS} {turns}.enable=True {turns}.max_assistant_turns=5"
     )
+    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent"
+    assert "rollout.environment" in todo(translated(f"{GROUPS} {loop}"))
     assert "environment" not in translated(f"{GROUPS} {turns}.max_assistant_turns=5")
 
 
