@@ -273,12 +273,12 @@ class WorkerExtension:
             self.raypo_is_loading = False
             model = self.model_runner.get_model()
             head = getattr(model, "lm_head", None)
-            bias = getattr(head, "bias", None)
+            bias = None if getattr(head, "has_bias", True) else getattr(head, "bias", None)
             with _current_config(self.vllm_config):
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
-            # The loader of vLLM's Transformers backend makes the bias of the output head anew, and
-            # the end of the reload drops it (0.32).
-            if head is not None and getattr(head, "bias", None) is not bias:
+            # The loader of vLLM's Transformers backend adds a bias to an output head that was made
+            # without one, and the end of the reload drops it or restores the last one (0.32).
+            if bias is not None:
                 head.register_parameter("bias", bias)
 
     def raypo_join_group(self, rendezvous: Rendezvous) -> None:
