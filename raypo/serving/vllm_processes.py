@@ -272,7 +272,7 @@ class WorkerExtension:
         if self.raypo_is_loading:
             self.raypo_is_loading = False
             model = self.model_runner.get_model()
-            head = getattr(model, "lm_head", None)
+            head: Any = getattr(model, "lm_head", None)
             bias = None if getattr(head, "has_bias", True) else getattr(head, "bias", None)
             with _current_config(self.vllm_config):
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
