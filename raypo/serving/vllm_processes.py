@@ -130,6 +130,8 @@ class WorkerExtension:
     vllm_config: Any
     sleep: Any
     device: torch.device
+    raypo_awaited: list[set[str]]
+    """The names of each parameter that a push has to replace: several where it is shared."""
     raypo_loaded: set[str]
     """Parameters that vLLM reported as loaded in this push."""
     raypo_is_loading: bool = False
@@ -193,9 +195,20 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.raypo_leave_push()
-        _repack_experts_at_every_load(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        _repack_experts_at_every_load(model)
+        before = _names_by_parameter(model)
         with _current_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
+        # While vLLM reloads, the model has the parameters of a checkpoint: without the scales of
+        # quantised weights, which vLLM computes when a layer is complete. Tied ones are apart then.
+        now = _names_by_parameter(model)
+        names: set[str] = set().union(*now)
+        known: set[str] = set().union(*before)
+        self.raypo_awaited = [
+            *filter(None, (shared & names for shared in before)),
+            *(shared for shared in now if shared.isdisjoint(known)),
+        ]
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = self.raypo_group
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
@@ -249,13 +262,9 @@ class WorkerExtension:
         Raises:
             WeightError: vLLM did not load one of its parameters.
         """
-        model = self.model_runner.get_model()
         self.raypo_leave_push()
         loaded = {_without_adapter(name) for name in self.raypo_loaded}
-        names_of: dict[int, set[str]] = {}  # a module may be in the model at several paths
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names_of.setdefault(id(parameter), set()).add(_without_adapter(name))
-        missing = sorted(min(names) for names in names_of.values() if names.isdisjoint(loaded))
+        missing = sorted(min(names) for names in self.raypo_awaited if names.isdisjoint(loaded))
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
@@ -263,7 +272,7 @@ class WorkerExtension:
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:
             reset()
-        _repack_tied_heads(model, self.raypo_loaded)
+        _repack_tied_heads(self.model_runner.get_model(), self.raypo_loaded)
 
     def raypo_leave_push(self) -> None:
         """End vLLM's layerwise reload, also after an aborted push. Idempotent."""
@@ -301,6 +310,14 @@ def _current_config(vllm_config: Any) -> Any:
 
 def _parameter_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
+
+
+def _names_by_parameter(model: nn.Module) -> list[set[str]]:
+    """Return all names of each parameter, which has several if it is tied or its module shared."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(_without_adapter(name))
+    return list(names.values())
 
 
 def _without_adapter(name: str) -> str:
