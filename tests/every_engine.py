@@ -77,6 +77,7 @@ OF_ENGINES: dict[str, dict[str, Any]] = SPECIAL | {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1},
+    "llama4_text": {"num_experts_per_tok": 1},
     "ministral": {"head_dim": 32},
 }
 PROMPTS = [np.arange(3, 40, dtype=np.int32), np.array([5], dtype=np.int32)]

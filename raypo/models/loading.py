@@ -169,16 +169,25 @@ def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence
     )
 
 
+_UNTRAINABLE = {
+    "mllama": "gives it no backbone that returns hidden states",
+    "phimoe": "draws its experts at random in training, so log-probs could not be repeated",
+    "reformer": "trains it on rows of a single length only",
+}
+"""What transformers (5.19) does with an architecture that prevents training, by model type."""
+
+
 def check_trainable(key: str, path: str) -> None:
-    """Raise if the forward pass of a model is random in training.
+    """Refuse an architecture that transformers loads but that raypo cannot train.
 
     Raises:
-        ConfigError: its experts are drawn at random.
+        ConfigError: the model is of such an architecture.
     """
-    if read_config(path, key=key).model_type == "phimoe":
+    kind = read_config(path, key=key).model_type
+    if kind in _UNTRAINABLE:
         raise ConfigError(
-            f"{key} ({path}): transformers draws the experts of phimoe at random in training, so "
-            "log-probs could not be computed twice. Give a model of another architecture."
+            f"{key} ({path}): of the architecture {kind}, and transformers {_UNTRAINABLE[kind]}. "
+            "Give a model of another architecture."
         )
 
 

@@ -130,8 +130,8 @@ class WorkerExtension:
     vllm_config: Any
     sleep: Any
     device: torch.device
-    raypo_awaited: set[str]
-    """Parameters that a push has to replace."""
+    raypo_awaited: list[set[str]]
+    """The names of each parameter that a push has to replace: several where it is shared."""
     raypo_loaded: set[str]
     """Parameters that vLLM reported as loaded in this push."""
     raypo_is_loading: bool = False
@@ -195,12 +195,20 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.raypo_leave_push()
-        _repack_experts_at_every_load(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        _repack_experts_at_every_load(model)
+        before = _names_by_parameter(model)
         with _current_config(self.vllm_config):
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
         # While vLLM reloads, the model has the parameters of a checkpoint: without the scales of
-        # quantised weights, which vLLM computes when a layer is complete.
-        self.raypo_awaited = _parameter_names(self.model_runner.get_model())
+        # quantised weights, which vLLM computes when a layer is complete. Tied ones are apart then.
+        now = _names_by_parameter(model)
+        names: set[str] = set().union(*now)
+        known: set[str] = set().union(*before)
+        self.raypo_awaited = [
+            *filter(None, (shared & names for shared in before)),
+            *(shared for shared in now if shared.isdisjoint(known)),
+        ]
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = self.raypo_group
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
@@ -256,7 +264,7 @@ class WorkerExtension:
         """
         self.raypo_leave_push()
         loaded = {_without_adapter(name) for name in self.raypo_loaded}
-        missing = sorted({_without_adapter(n) for n in self.raypo_awaited} - loaded)
+        missing = sorted(min(names) for names in self.raypo_awaited if names.isdisjoint(loaded))
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
@@ -272,10 +280,15 @@ class WorkerExtension:
 
         if self.raypo_is_loading:
             self.raypo_is_loading = False
+            model = self.model_runner.get_model()
+            head: Any = getattr(model, "lm_head", None)
+            bias = None if getattr(head, "has_bias", True) else getattr(head, "bias", None)
             with _current_config(self.vllm_config):
-                finalize_layerwise_reload(
-                    self.model_runner.get_model(), self.vllm_config.model_config
-                )
+                finalize_layerwise_reload(model, self.vllm_config.model_config)
+            # The loader of vLLM's Transformers backend adds a bias to an output head that was made
+            # without one, and the end of the reload drops it or restores the last one (0.32).
+            if bias is not None:
+                head.register_parameter("bias", bias)
 
     def raypo_join_group(self, rendezvous: Rendezvous) -> None:
         """Join a broadcast group, after leaving the previous one.
@@ -297,6 +310,14 @@ def _current_config(vllm_config: Any) -> Any:
 
 def _parameter_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
+
+
+def _names_by_parameter(model: nn.Module) -> list[set[str]]:
+    """Return all names of each parameter, which has several if it is tied or its module shared."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(_without_adapter(name))
+    return list(names.values())
 
 
 def _without_adapter(name: str) -> str:

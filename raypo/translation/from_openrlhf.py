@@ -50,10 +50,7 @@ def _set_loss(get: ForeignArguments, done: Settings) -> None:
     if estimator != "gae":
         get.pass_over("critic.*", "critic_*", "algo.advantage.lambd")
     mode = get("actor.loss_agg_mode")
-    aggregation = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(
-        mode, TODO
-    )
-    done["ppo.aggregation"] = aggregation, get.origin("actor.loss_agg_mode")
+    done["ppo.aggregation"] = _AGGREGATIONS.get(mode, TODO), get.origin("actor.loss_agg_mode")
     if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
         done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
         done["ppo.policy_loss"] = "gspo", get.origin("actor.policy_loss_type")

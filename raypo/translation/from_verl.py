@@ -14,6 +14,7 @@ from raypo.translation.foreign_arguments import (
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_TEMPLATE = "data.apply_chat_template_kwargs."
 _ESTIMATORS = {each: each for each in ("gae", "grpo", "rloo", "opo", "gdpo")}
 _ESTIMATORS |= {"reinforce_plus_plus": "reinforce", "grpo_vectorized": "grpo"}
 _ESTIMATORS |= {"reinforce_plus_plus_baseline": "reinforce_baseline", "rloo_vectorized": "rloo"}
@@ -105,8 +106,20 @@ def _set_data(get: ForeignArguments, done: Settings) -> None:
         get.pass_over("data.shuffle")
     top_k = get(f"{_ROLLOUT}top_k")
     done["rollout.top_k"] = (top_k if top_k == TODO or top_k > 0 else None), f"{_ROLLOUT}top_k"
-    if not get(f"{_ROLLOUT}multi_turn.enable"):
-        get.pass_over(f"{_ROLLOUT}multi_turn.*")
+    template = [name for name in get.given if name.startswith(_TEMPLATE)]
+    if template:
+        values = {name.removeprefix(_TEMPLATE): get(name) for name in template}
+        done["data.chat_template_kwargs"] = values, ", ".join(template)
+    turns, loop = f"{_ROLLOUT}multi_turn.", f"{_ROLLOUT}agent.default_agent_loop"
+    if get(f"{turns}enable") or get(loop) != "single_turn_agent":
+        origin = f"{turns}enable {get(f'{turns}enable')}, {loop} {get(loop)}"
+        why = f"{origin}: file.py:Class, with verl's tools and turns (docs/environments.md)"
+        done["rollout.environment"] = TODO, why
+        get.copy(done, {"data.max_response_length": "rollout.max_episode_tokens"})
+        if get(f"{turns}max_assistant_turns") is None:
+            done["rollout.max_turns"] = TODO, f"{turns}max_assistant_turns: verl has no limit"
+    else:
+        get.pass_over(f"{turns}*")
 
 
 def _set_loss(get: ForeignArguments, done: Settings) -> None:
@@ -236,7 +249,8 @@ def _set_rewards(get: ForeignArguments, done: Settings) -> None:
     custom, model = "reward.custom_reward_function.", "reward.reward_model."
     path = get(f"{custom}path")
     if path:
-        done["reward.function"] = f"{path}:{get(f'{custom}name')}", get.origin(f"{custom}path")
+        function = TODO if path == TODO else f"{path}:{get(f'{custom}name')}"
+        done["reward.function"] = function, get.origin(f"{custom}path")
     has_model = get(f"{model}enable")
     if has_model:
         origins = get.origin(f"{model}enable"), get.origin(f"{model}model_path")

@@ -35,6 +35,7 @@ _REQUIRED = {
 _STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
     **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
+    **{"rollout.environment": "x.py:x"},
     **{"ppo.part_weights": {"x": 1.0}, "ppo.kl.estimator": "k3", "model.reward": "x"},
     **{"rollout.max_episode_tokens": 10**6, "ppo.kl.placement": "loss"},
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,3 +98,11 @@ def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: Pretrai
                     tensor.add_(torch.rand_like(tensor) * 0.02 - 0.01)
     finally:
         engine.shutdown()
+
+
+def test_models_that_vllm_runs_by_its_transformers_backend_take_pushes():
+    """ctrl has a tied head with a bias, and dots1 has modules at several paths."""
+    command = [sys.executable, "-m", "tests.every_engine", "ctrl", "dots1"]
+    repository = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    assert [line.split("\t")[1] for line in done.stdout.splitlines()] == ["holds"] * 2, done.stdout

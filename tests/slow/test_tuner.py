@@ -345,6 +345,8 @@ def test_a_script_that_has_connected_to_ray_itself(task: Path, tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
+    assert "best so far: " in done.stdout
+    assert "Trial status" not in done.stdout  # Ray's table, whose trials have 75 metrics each
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("BEST"))
     assert line.endswith("[None, None, None]")
     assert Path(line.split()[1]).resolve().is_relative_to(tmp_path / "script" / "trials")

@@ -16,7 +16,6 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
-    PhimoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -99,9 +98,12 @@ def test_an_attention_that_is_not_installed_is_refused_with_its_key(tmp_path: Pa
         load_causal_lm(str(tmp_path), dtype="bfloat16", attention="flash_attention_3")
 
 
-def test_a_model_that_draws_experts_in_training_is_refused(tmp_path: Path):
-    PhimoeConfig(**SIZES).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="phimoe at random"):
+@pytest.mark.parametrize("kind", ["mllama", "phimoe", "reformer"])
+def test_an_architecture_that_transformers_loads_and_raypo_cannot_train_is_refused(
+    kind: str, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ConfigError, match=f"of the architecture {kind}, and transformers "):
         check_trainable("model.policy", str(tmp_path))
 
 

@@ -103,3 +103,11 @@ def test_sources_are_kept_apart_and_failures_are_masked_with_their_reason(config
     refuse_too_many_failures(scored, section)
     with pytest.raises(RewardError, match=r"2 of 6 rollouts .*status 400: no fives"):
         refuse_too_many_failures(scored, parsed.reward)
+
+
+def test_a_function_that_fails_on_the_first_rows_ends_the_run_before_a_model_loads(
+    config: dict[str, Any], tmp_path: Path
+):
+    (tmp_path / "judges.py").write_text("def pid(rollouts):\n    raise KeyError('no label')\n")
+    with pytest.raises(RewardError, match=r"'no label'.* made up to try the function"):
+        judged(config)

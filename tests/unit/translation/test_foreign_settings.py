@@ -23,6 +23,7 @@ def given(text: str) -> dict[str, object]:
         f"#!/bin/bash\n# a comment\nset -x\n\n{MAIN} a.b=1 c.d=[1,2] 'e.f=x y' $@\n",
         f"X=1 HYDRA=0 nohup {MAIN} a.b=1 c.d=[1,2] 'e.f=x y' > log 2>&1 &",
         f"+ {MAIN} +a.b=1 ++c.d=[1,2] 'e.f=x y' 2>&1 | tee -a run.log",
+        f"{MAIN} a.b=1 'c.d=[1,2]' 'e.f=x y' \\\n",
         f"{MAIN} --config-path=config --config-name=ppo_megatron_trainer.yaml a.b=1 c.d=[1,2] "
         "e.f='x y'",
         "ray job submit --address=x -- python verl/trainer/main_ppo.py a.b=1 c.d=[1,2] 'e.f=x y'",
@@ -48,6 +49,7 @@ def test_one_plain_command_of_openrlhf_is_read():
     [
         (f"N=8\n{MAIN} a.b=1", "several commands"),
         (f"{MAIN} a.b=1 && echo", "several commands"),
+        (f"{MAIN} a.b=1\n{MAIN} a.b=2", "several commands"),
         (f"if true; then\n{MAIN} a.b=1\nfi", "several commands"),
         (f"{MAIN} a.b=$N", "a variable"),
         (f'{MAIN} a.b="x $N"', "a variable"),

@@ -292,9 +292,11 @@ def test_a_value_that_could_not_be_resolved_is_todo(tmp_path: Path):
     file.write_text(
         "algorithm: {adv_estimator: gae}\ndata: {train_batch_size: '${x:1}'}\n"
         "actor_rollout_ref: {actor: {optim: {lr: '${y:2}'}}}\n"
+        "reward: {custom_reward_function: {path: '${z:3}', name: f}}\n"
     )
     text = translated(str(file))
-    assert {"rollout.prompts_per_step", "learner.policy_lr"} <= todo(text)
+    expected = {"rollout.prompts_per_step", "learner.policy_lr", "reward.function"}
+    assert expected <= todo(text)
 
 
 @pytest.mark.parametrize("estimator", ["remax", "gpg", "mine"])
@@ -361,7 +363,8 @@ def test_keys_of_verl_with_a_counterpart_get_it(tmp_path: Path):
         f"{ACTOR}.policy_loss.loss_mode=kl_cov {ACTOR}.policy_loss.kl_cov_ratio=0.002 "
         f"{ACTOR}.ppo_epochs=2 actor_rollout_ref.model.lora_rank=8 "
         "actor_rollout_ref.model.target_modules=[q_proj] reward_model.overlong_buffer.enable=True "
-        "reward_model.overlong_buffer.len=128 reward_model.overlong_buffer.penalty_factor=0.5"
+        "reward_model.overlong_buffer.len=128 reward_model.overlong_buffer.penalty_factor=0.5 "
+        "data.apply_chat_template_kwargs.enable_thinking=False"
     )
     config = config_of(text, tmp_path)
     learner, shaping = config.learner, config.ppo.shaping
@@ -370,7 +373,21 @@ def test_keys_of_verl_with_a_counterpart_get_it(tmp_path: Path):
     assert config.ppo.covariance.fraction == 0.002
     assert (config.model.lora.rank, config.model.lora.target_modules) == (8, ("q_proj",))
     assert (shaping.overlong_buffer_tokens, shaping.overlong_factor) == (128, 0.5)
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
     assert "No counterpart is known" not in text
+
+
+def test_turns_of_verl_are_no_run_of_single_responses():
+    turns = f"{ROLLOUT}.multi_turn"
+    text = translated(f"{GROUPS} {turns}.enable=True data.max_response_length=700")
+    assert {"rollout.environment", "rollout.max_turns"} <= todo(text)
+    assert "  max_episode_tokens: 700 #" in text
+    assert "  max_turns: 5 #" in translated(
+        f"{GROUPS} {turns}.enable=True {turns}.max_assistant_turns=5"
+    )
+    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent"
+    assert "rollout.environment" in todo(translated(f"{GROUPS} {loop}"))
+    assert "environment" not in translated(f"{GROUPS} {turns}.max_assistant_turns=5")
 
 
 def test_a_value_of_policy_and_critic_is_kept(tmp_path: Path):
@@ -387,6 +404,7 @@ def test_what_concerns_memory_stands_apart():
     )
     assert f"{ACTOR}.freeze_vision_tower (True): raypo trains all weights" in notes(text)
     assert "offload" not in notes(text)
+    assert "freeze" not in notes(translated(f"{GROUPS} {ACTOR}.freeze_vision_tower=False"))
     (line,) = [each for each in text.splitlines() if "Concerns memory" in each]
     assert f"{ACTOR}.fsdp_config.param_offload (True), {ROLLOUT}.max_num_seqs (9)" in line
 
@@ -567,6 +585,13 @@ def test_keys_of_openrlhf_with_a_counterpart_get_it(tmp_path: Path):
 def test_an_argument_that_is_not_known_is_named():
     assert "future.key (3): No counterpart is known." in notes(translated(f"{GROUPS} future.key=3"))
     assert "future (3): No counterpart is known." in notes(translated("--future 3"))
+    assert "future (3): No counterpart is known." in notes(translated(f"{GROUPS} +future=3"))
+
+
+def test_notes_on_what_matters_most_come_first():
+    text = translated(f"{GROUPS} data.sampler=a {ACTOR}.loss_scale=2 reward.sandbox=b")
+    names = re.findall(r"^# - ([\w.]+) \(", notes(text), re.MULTILINE)
+    assert names == [f"{ACTOR}.loss_scale", "reward.sandbox", "data.sampler"]
 
 
 def test_a_value_of_several_lines_stays_in_its_comment():
