@@ -37,11 +37,15 @@ class Plain:
 
     def log_probs(self, experience: Experience) -> Tensor:
         """Log-probs of the response tokens at temperature 1, [B, T]."""
-        rows, mask = experience.input_ids, experience.attention_mask
-        with torch.no_grad():
-            logits = self.model(input_ids=rows, attention_mask=mask).logits.float()
-        log_probs = torch.log_softmax(logits[:, :-1], -1).gather(2, rows[:, 1:, None])[..., 0]
-        return torch.where(experience.response_mask, nn.functional.pad(log_probs, (1, 0)), 0.0)
+        log_probs = torch.zeros(experience.response_ids.shape)
+        for row, mask in enumerate(experience.response_mask):
+            prompt = experience.prompt_ids[row][experience.prompt_mask[row]]
+            response = experience.response_ids[row][mask]
+            with torch.no_grad():
+                logits = self.model(torch.cat([prompt, response])[None]).logits[0].float()
+            of_response = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+            log_probs[row, mask] = of_response.gather(1, response[:, None])[:, 0]
+        return log_probs
 
 
 @pytest.fixture(scope="module")
