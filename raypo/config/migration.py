@@ -144,7 +144,7 @@ vllm_importance_sampling_clip_min | ppo.correction.low |
 use_bias_correction_kl | ppo.kl.importance_weights |
 multi_objective_aggregation | ppo.advantage | `normalize_then_sum`: gdpo, with `ppo.part_weights`.
 top_entropy_quantile | | raypo trains on the tokens of every entropy.
-off_policy_mask_threshold | | raypo masks by ratios only: `ppo.correction`.
+off_policy_mask_threshold | = ppo.correction.off_policy_mask |
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | raypo's reference does not change.
 sapo_temperature_neg, sapo_temperature_pos | | raypo's `sapo` has the paper's temperatures, 1.05 and 1.0.
 vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg | | raypo's `vespo` has the constants of its paper.

@@ -122,7 +122,7 @@ LOGGED = {
     "episode/": "*",
     "kl/": "ref_mean ref_response_mean coef clamped_tokens",
     "ppo/": "policy_loss value_loss kl_loss nll_loss entropy entropy_coef approx_kl clip_fraction "
-    "dual_clip_fraction value_clip_fraction advantage_clip_fraction ratio_mean "
+    "dual_clip_fraction off_policy_fraction value_clip_fraction advantage_clip_fraction ratio_mean "
     "ratio_clamped_tokens value_mean return_mean shaped_score_mean explained_variance "
     "policy_grad_norm critic_grad_norm policy_learning_rate critic_learning_rate policy_updates "
     "skipped_updates",
@@ -313,6 +313,7 @@ MEANINGS = {
     "mismatch/unknown_tokens": "tokens for which an engine returned no log-prob (NaN)",
     "ppo/entropy": "entropy of the policy, in nats per token",
     "ppo/clip_fraction": "share of tokens whose ratio is clipped",
+    "ppo/off_policy_fraction": "share of tokens that `ppo.correction.off_policy_mask` drops",
     "ppo/policy_learning_rate": "the learning rate of a step; also for the critic and `train/`",
     "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
     "time/wait_for_rollouts_s": "seconds of the step that the learner waited for rollouts",

@@ -104,6 +104,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
             "ppo.correction.token_veto (0.0001): ",
         ),
+        (
+            {"ppo__correction__off_policy_mask": 0.5, "rollout__top_p": 0.9},
+            "ppo.correction.off_policy_mask (0.5): ",
+        ),
         ({"ppo__correction__kind": "tis", "rollout__top_k": 20}, "ppo.correction.kind (tis): "),
         ({"ppo__correction__kind": "mis", "rollout__min_p": 0.1}, "ppo.correction.kind (mis): "),
         (

@@ -129,6 +129,9 @@ CASES = {
     "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, DROPPED),
     "correction.mask_ratio": Case(MIS, {**MIS, "correction.mask_ratio": "product"}, DROPPED),
     "correction.max_staleness": Case({}, {"correction.max_staleness": 0}, "policy"),
+    "correction.off_policy_mask": Case(
+        {}, {"correction.off_policy_mask": 0.01}, "policy", stays="critic"
+    ),
     "correction.token_veto": Case({}, {"correction.token_veto": 0.8}, DROPPED),
 }
 

@@ -125,9 +125,14 @@ def test_advantages_and_returns(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", SURROGATES)
-@given(step=steps(), weighted=st.booleans(), dual=st.booleans())
+@given(
+    step=steps(),
+    weighted=st.booleans(),
+    dual=st.booleans(),
+    off_policy_mask=st.sampled_from([None, 0.01, 0.3]),
+)
 @few
-def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
+def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual, off_policy_mask):
     dual_clipped = kind in ("ppo", "gspo", "clip_cov")
     knobs: dict[str, Any] = {
         "kind": kind,
@@ -138,19 +143,22 @@ def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
         "covariance_kl": 0.3,
         "aggregation": aggregation,
         "max_new_tokens": 13,
+        "off_policy_mask": off_policy_mask,
     }
+    rollout = step.old_log_probs + 0.5 * step.returns
 
     loss, _ = policy_loss(
         *step.policy(),
         weights=step.weights if weighted else None,
         covariant=step.covariant,
+        rollout=rollout,
         **knobs,
     )
 
     new, old, advantages, mask = (each.tolist() for each in step.policy())
     weights = step.weights.tolist() if weighted else None
     tables = new, old, advantages, mask, weights, step.covariant.tolist()
-    expected = oracle.policy_loss(*tables, **knobs)
+    expected = oracle.policy_loss(*tables, rollout=rollout.tolist(), **knobs)
     (gradient,) = torch.autograd.grad(loss, step.log_probs)
     assert_close(loss, expected[0])
     assert_close(gradient, expected[1])
