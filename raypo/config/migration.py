@@ -143,7 +143,7 @@ max_tool_calling_iterations | rollout.max_turns | A turn is a response of the po
 vllm_importance_sampling_clip_min | ppo.correction.low |
 use_bias_correction_kl | ppo.kl.importance_weights |
 multi_objective_aggregation | ppo.advantage | `normalize_then_sum`: gdpo, with `ppo.part_weights`.
-top_entropy_quantile | | raypo trains on the tokens of every entropy.
+top_entropy_quantile | = ppo.top_entropy_fraction | TRL compares the tokens of a microbatch, raypo those of a step.
 off_policy_mask_threshold | = ppo.correction.off_policy_mask |
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | raypo's reference does not change.
 sapo_temperature_neg, sapo_temperature_pos | | raypo's `sapo` has the paper's temperatures, 1.05 and 1.0.

@@ -91,7 +91,7 @@ def policy_objective(
 
     All three terms are aggregated in the same way. Weights of the rollout correction apply to the
     surrogate, and to the KL term if it uses importance weights. `ppo.correction.off_policy_mask`
-    removes tokens from the surrogate only. With `ppo.nll_coef`, that
+    and `ppo.top_entropy_fraction` remove tokens from the surrogate only. With `ppo.nll_coef`, that
     coefficient times the mean negative log-likelihood of positive examples (`positive_mask`) is
     added. This mean is over tokens.
 
@@ -136,6 +136,8 @@ def policy_objective(
             log_probs, batch.rollout_log_probs, batch.advantages, mask, threshold
         )
         weights = torch.where(off_policy, 0.0, 1.0 if weights is None else weights)
+    if batch.high_entropy is not None:
+        weights = torch.where(batch.high_entropy, 1.0 if weights is None else weights, 0.0)
     token_losses, statistics = losses.token_losses(tokens, surrogate, weights)
     if off_policy is not None:
         statistics["off_policy"] = off_policy.sum().double()

@@ -105,6 +105,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.correction.token_veto (0.0001): ",
         ),
         (
+            {"ppo__old_log_probs": "engine", "ppo__top_entropy_fraction": 0.2},
+            "ppo.top_entropy_fraction (0.2): ",
+        ),
+        (
             {"ppo__correction__off_policy_mask": 0.5, "rollout__top_p": 0.9},
             "ppo.correction.off_policy_mask (0.5): ",
         ),

@@ -211,6 +211,7 @@ def policy_loss(
     max_new_tokens: int,
     rollout: Table,
     off_policy_mask: float | None,
+    high_entropy: Mask | None,
 ) -> tuple[float, Table]:
     """The loss, and its gradient."""
     share = shares(mask, aggregation=aggregation, max_new_tokens=max_new_tokens)
@@ -253,6 +254,7 @@ def policy_loss(
             counts = share[i] * (weights[i][t] if weights else 1.0)
             counts *= not (kind == "clip_cov" and covariant[i][t])
             counts *= not (is_off_policy and a < 0)
+            counts *= high_entropy is None or high_entropy[i][t]
             total += counts * loss
             gradient[i][t] = counts * slope
     return total, gradient
@@ -344,6 +346,16 @@ def covariant(
         ),
     )
     return by_product[: max(int(fraction * len(tokens)), 1)]
+
+
+def high_entropy(entropy: Table, mask: Mask, *, fraction: float) -> Mask:
+    """The tokens whose entropy is at least that of the last of the top `fraction`."""
+    ranked = sorted((entropy[i][t] for i, row in enumerate(mask) for t in sampled(row)))
+    most = max(int(fraction * len(ranked)), 1)
+    return [
+        [kept and entropy[i][t] >= ranked[-most] for t, kept in enumerate(row)]
+        for i, row in enumerate(mask)
+    ]
 
 
 def kl(

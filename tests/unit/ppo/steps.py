@@ -160,6 +160,7 @@ def policy_loss(
     covariant: Tensor | None = None,
     rollout: Tensor | None = None,
     off_policy_mask: float | None = None,
+    high_entropy: Tensor | None = None,
     covariance_kl: float = 1.0,
     max_new_tokens: int = 9,
     counts: StepCounts | None = None,
@@ -177,6 +178,7 @@ def policy_loss(
         advantages=advantages,
         weights=weights,
         covariant=covariant,
+        high_entropy=high_entropy,
     )
     output = policy_objective(
         log_probs,

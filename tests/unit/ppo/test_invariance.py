@@ -55,6 +55,7 @@ def rows_of(step: Step, **more: Any) -> Experience:
     names = ("old_log_probs", "advantages", "weights", "covariant", "returns")
     given = {name: getattr(step, name) for name in names}
     given |= {"ref_log_probs": step.old_values, "values": step.old_values}
+    given |= {"high_entropy": step.values.detach() > -0.5}
     given |= {"rollout_log_probs": step.old_log_probs + 0.5 * step.old_values}
     return experience(step.mask, **given | more)
 
