@@ -155,7 +155,7 @@ chat_template_kwargs | = data.chat_template_kwargs |
 chat_template_path | | Save the tokenizer with this template into the model's folder.
 shuffle_dataset | | Prompts and examples are shuffled in each epoch, by `seed`.
 disable_dropout | ~ | There is no dropout.
-cast_lm_head_to_fp32 | ~ | Log-probs are always computed in float32.
+cast_lm_head_to_fp32 | model.head_dtype | true: `float32`, in the engine too.
 optim | learner.optimizer | `adamw` or `muon`.
 optim_args, optim_target_modules | learner.optimizer | raypo's optimizers have no such options.
 lr_scheduler_kwargs | learner.lr_floor | `min_lr_rate`: `learner.lr_floor`, with cosine.
