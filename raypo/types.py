@@ -272,10 +272,12 @@ class Experience:
     row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
+    entropy: Tensor | None = None  # [B, T] float32, learner, before the update; None: not used
     weights: Tensor | None = None  # [B, T] float32, of rollout correction; None: 1
     loss_mask: Tensor | None = None  # [B, T] bool, tokens that count; None: response_mask
     sample_tokens: Tensor | None = None  # [B] int64, tokens of the whole sample; None: of the row
     covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not used
+    high_entropy: Tensor | None = None  # [B, T] bool, tokens that keep a gradient; None: all
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after a truncated response
     advantages: Tensor | None = None  # [B, T] float32

@@ -143,8 +143,8 @@ max_tool_calling_iterations | rollout.max_turns | A turn is a response of the po
 vllm_importance_sampling_clip_min | ppo.correction.low |
 use_bias_correction_kl | ppo.kl.importance_weights |
 multi_objective_aggregation | ppo.advantage | `normalize_then_sum`: gdpo, with `ppo.part_weights`.
-top_entropy_quantile | | raypo trains on the tokens of every entropy.
-off_policy_mask_threshold | | raypo masks by ratios only: `ppo.correction`.
+top_entropy_quantile | = ppo.top_entropy_fraction | TRL compares the tokens of a microbatch, raypo those of a step.
+off_policy_mask_threshold | = ppo.correction.off_policy_mask |
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | raypo's reference does not change.
 sapo_temperature_neg, sapo_temperature_pos | | raypo's `sapo` has the paper's temperatures, 1.05 and 1.0.
 vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg | | raypo's `vespo` has the constants of its paper.
@@ -155,7 +155,7 @@ chat_template_kwargs | = data.chat_template_kwargs |
 chat_template_path | | Save the tokenizer with this template into the model's folder.
 shuffle_dataset | | Prompts and examples are shuffled in each epoch, by `seed`.
 disable_dropout | ~ | There is no dropout.
-cast_lm_head_to_fp32 | ~ | Log-probs are always computed in float32.
+cast_lm_head_to_fp32 | model.head_dtype | true: `float32`, in the engine too.
 optim | learner.optimizer | `adamw` or `muon`.
 optim_args, optim_target_modules | learner.optimizer | raypo's optimizers have no such options.
 lr_scheduler_kwargs | learner.lr_floor | `min_lr_rate`: `learner.lr_floor`, with cosine.

@@ -239,6 +239,12 @@ class PPOSection(Config):
     means a fixed coefficient."""
     entropy_delta: Annotated[float, only_if("entropy_target", SET)] = Field(default=0.005, gt=0.0)
     """Step size of the entropy coefficient controller."""
+    top_entropy_fraction: Annotated[float, only_if("old_log_probs", "learner")] = Field(
+        default=1.0, gt=0.0, le=1.0
+    )
+    """Fraction of the step's tokens, those of highest entropy before its updates, that keep their
+    policy gradient (0.2 in arXiv:2506.01939). The surrogate of all others is 0; their KL, their
+    entropy bonus, and their share of the denominator stay. 1 means all tokens."""
     kl: KLSection = KLSection()
     covariance: CovarianceSection = CovarianceSection()
     shaping: Annotated[ShapingSection, unless("advantage", "gdpo")] = ShapingSection()
@@ -356,6 +362,11 @@ class PPOSection(Config):
         """True if the policy loss holds back tokens of high covariance."""
         return self.policy_loss in ("clip_cov", "kl_cov")
 
+    @property
+    def needs_entropy(self) -> bool:
+        """True if the entropies before the update select tokens."""
+        return self.top_entropy_fraction < 1.0
+
     def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
         """Return whether the learner's log-probs before the update need a separate forward pass.
 
@@ -368,4 +379,4 @@ class PPOSection(Config):
         if self.old_log_probs == "engine":
             return False
         reads = self.has_kl_in_reward or self.correction.acts or self.needs_covariance
-        return reads or self.num_epochs > 1 or not is_one_update
+        return reads or self.needs_entropy or self.num_epochs > 1 or not is_one_update

@@ -120,6 +120,11 @@ class CorrectionSection(Config):
     """Drop every token whose staleness is above this value. Staleness is the weight version at the
     start of the update minus the version that sampled the token. This works with every `kind`,
     including none. null means that no token is dropped."""
+    off_policy_mask: float | None = Field(default=None, gt=0.0)
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, eq. 9): drop the tokens with a
+    negative advantage of every response whose mean log-ratio, of the engine's probability to the
+    current policy's, is above this value, in nats per token, like 0.5. It is computed anew in each
+    update, and works with every `kind`, including none. null means no mask."""
 
     @property
     def acts(self) -> bool:

@@ -616,12 +616,15 @@ class PPOConfig(OnlineConfig):
 
     def _problems_of_corrections(self) -> Iterator[str]:
         section, truncation = self.ppo.correction, self.rollout.truncation
-        if truncation and (section.acts or self.ppo.old_log_probs == "engine"):
-            key, value, off = "ppo.correction.kind", section.kind, "none"
-            if self.ppo.old_log_probs == "engine":
-                key, value, off = "ppo.old_log_probs", "engine", "learner"
-            elif section.kind == "none":
-                key, value, off = "ppo.correction.token_veto", section.token_veto, "null"
+        comparisons = (
+            ("ppo.old_log_probs", self.ppo.old_log_probs, "learner"),
+            ("ppo.correction.kind", section.kind, "none"),
+            ("ppo.correction.token_veto", section.token_veto, "null"),
+            ("ppo.correction.off_policy_mask", section.off_policy_mask, "null"),
+        )
+        acting = [c for c in comparisons if c[1] not in ("learner", "none", None)]
+        if truncation and acting:
+            key, value, off = acting[0]
             cutting, at = truncation
             usual = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[cutting]
             yield (

@@ -100,6 +100,11 @@ class TrainedModelSection(Config):
 class SampledModelSection(TrainedModelSection):
     """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
+    head_dtype: Literal["model", "float32"] = "model"
+    """Data type in which learner, engines and reference or teacher compute the logits from the last
+    hidden states. model: `dtype`; float32: the products of `dtype` are summed and kept in float32,
+    which brings the log-probs of engine and learner closer together in bfloat16 (MiniMax-M1,
+    arXiv:2506.13585, section 3.2). Weights keep `dtype`. float32 needs vLLM 0.26 or later."""
     reward: RewardModels = None
     """Reward model, or a list of them; each is a path or {path, weight}."""
     lora: PolicyLoraSection | None = None  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -146,6 +146,7 @@ class Learner:
         - `old_log_probs` are the engine's log-probs with `ppo.old_log_probs: engine`. Otherwise the
           policy computes them here, or in `update` if the step has a single update and nothing
           needs them earlier.
+        - `entropy` is added with `ppo.top_entropy_fraction`.
         - `last_values` are added with `ppo.bootstrap_truncated`. They are 0 for responses that
           ended by themselves.
         - `ref_log_probs` are added if the policy without its adapter is the reference model.
@@ -160,7 +161,9 @@ class Learner:
             if not is_known.all():
                 experience = experience.with_(loss_mask=experience.counted & is_known)
         elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
-            computed |= self._if_policy("old_log_probs", experience)
+            computed |= self._if_policy(
+                "old_log_probs", experience, with_entropy=self._ppo.needs_entropy
+            )
         if self._is_reference:
             with adapter_off(self._policy.module) if self._trained_policy else nullcontext():
                 computed |= self._if_policy("ref_log_probs", experience)
@@ -321,18 +324,23 @@ class Learner:
         return adapter_export(self._policy, network, section=self._model.lora, base=base)
 
     @torch.no_grad()
-    def _policy_log_probs(self, experience: Experience) -> Tensor:
-        """Return the policy's log-probs, [B, T] float32, zero where masked."""
-        log_probs = self._zeros(experience.response_mask.shape)
+    def _if_policy(
+        self, field: str, experience: Experience, *, with_entropy: bool = False
+    ) -> dict[str, Tensor]:
+        """Return {field: the policy's log-probs}, and its `entropy` if that is wanted.
+
+        They are [B, T] float32, zero where masked. The result is {} if this worker has no policy.
+        """
+        if not self._trained_policy:
+            return {}
+        names = (field, "entropy") if with_entropy else (field,)
+        results = {name: self._zeros(experience.response_mask.shape) for name in names}
         for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
-            new, _ = self._policy(batch)
-            _put(new, batch, into=log_probs, rows=rows)
-        return log_probs.cpu()
-
-    def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
-        """Return {field: the policy's log-probs}, or {} if this worker has no policy."""
-        return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
+            computed = self._policy(batch, with_entropy=with_entropy)
+            for result, new in zip(results.values(), computed, strict=False):
+                _put(new, batch, into=result, rows=rows)
+        return {name: result.cpu() for name, result in results.items()}
 
     @torch.no_grad()
     def _values(self, experience: Experience, critic: TrainedModel) -> dict[str, Tensor]:

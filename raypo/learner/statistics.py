@@ -98,6 +98,8 @@ class UpdateSums:
                 means.add(f"ppo/{name}", self._sum(name), share)
         means.add("ppo/clip_fraction", self._sum("policy/clipped"), tokens)
         means.add("ppo/dual_clip_fraction", self._sum("policy/dual_clipped"), tokens)
+        if "policy/off_policy" in self._sums:
+            means.add("ppo/off_policy_fraction", self._sum("policy/off_policy"), tokens)
         means.add("ppo/approx_kl", self._sum("policy/approx_kl"), tokens)
         means.add("ppo/ratio_mean", self._sum("policy/ratio"), tokens)
         means.add(ENTROPY, self._sum("policy/entropy"), tokens)

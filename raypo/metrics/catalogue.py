@@ -121,11 +121,11 @@ LOGGED = {
     "reward/": "*",
     "episode/": "*",
     "kl/": "ref_mean ref_response_mean coef clamped_tokens",
-    "ppo/": "policy_loss value_loss kl_loss nll_loss entropy entropy_coef approx_kl clip_fraction "
-    "dual_clip_fraction value_clip_fraction advantage_clip_fraction ratio_mean "
-    "ratio_clamped_tokens value_mean return_mean shaped_score_mean explained_variance "
-    "policy_grad_norm critic_grad_norm policy_learning_rate critic_learning_rate policy_updates "
-    "skipped_updates",
+    "ppo/": "policy_loss value_loss kl_loss nll_loss entropy entropy_coef entropy_threshold "
+    "approx_kl clip_fraction dual_clip_fraction off_policy_fraction value_clip_fraction "
+    "advantage_clip_fraction ratio_mean ratio_clamped_tokens value_mean return_mean "
+    "shaped_score_mean explained_variance policy_grad_norm critic_grad_norm policy_learning_rate "
+    "critic_learning_rate policy_updates skipped_updates",
     "mismatch/": "kl* log_prob_gap_mean* log_prob_gap_max* clip_fraction* weight_mean "
     "dropped_fraction probe_gap_* unknown_tokens",
     "curriculum/": "pass_rate_p* step_pass_rate seen_fraction",
@@ -313,7 +313,11 @@ MEANINGS = {
     "mismatch/kl": "KL between engine and learner with the same weights, in nats per token",
     "mismatch/unknown_tokens": "tokens for which an engine returned no log-prob (NaN)",
     "ppo/entropy": "entropy of the policy, in nats per token",
+    "ppo/entropy_threshold": (
+        "lowest entropy of the tokens that `ppo.top_entropy_fraction` selects, in nats"
+    ),
     "ppo/clip_fraction": "share of tokens whose ratio is clipped",
+    "ppo/off_policy_fraction": "share of tokens that `ppo.correction.off_policy_mask` drops",
     "ppo/policy_learning_rate": "the learning rate of a step; also for the critic and `train/`",
     "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
     "time/wait_for_rollouts_s": "seconds of the step that the learner waited for rollouts",

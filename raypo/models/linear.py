@@ -1,4 +1,4 @@
-"""Float32 linear layers for CPUs on which MKL, torch's default, is slow."""
+"""Linear layers that compute in float32: with oneDNN, and from bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from raypo.config import ConfigError
 
 # N tokens, I inputs, O outputs.
 
@@ -32,6 +34,38 @@ class OneDnnLinear(nn.Linear):
     def fits(tensor: Tensor) -> bool:
         """Return True if oneDNN can handle this tensor."""
         return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+class Float32Head(nn.Linear):
+    """Head of a language model whose logits are float32, from weights and states in half precision.
+
+    The product of two bfloat16 numbers is exact in float32, so only the sums are rounded. Gradients
+    have the dtype of the weights.
+
+    Paper: MiniMax 2025, arXiv:2506.13585, section 3.2 (head in float32 in training and sampling).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer: [..., I] -> [..., O] float32."""
+        bias = None if self.bias is None else self.bias.float()
+        return linear(input.float(), self.weight.float(), bias)
+
+
+def with_float32_logits(model: Any) -> Any:
+    """Make a causal language model in half precision compute float32 logits; return the model.
+
+    Raises:
+        ConfigError: its head is not a linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"model.head_dtype (float32): the head of {type(model).__name__} is a "
+            f"{type(head).__name__}, not a linear layer. Set model.head_dtype to model."
+        )
+    if head.weight.dtype in (torch.bfloat16, torch.float16):
+        head.__class__ = Float32Head
+    return model
 
 
 def use_fastest_linear(model: nn.Module) -> None:
@@ -84,6 +118,15 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product_for(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function with which a layer computes left [N, I] @ right.T [I, O]."""
+    if isinstance(layer, Float32Head):
+        return float32_product
     if isinstance(layer, OneDnnLinear) and layer.fits(layer.weight):
         return product
     return linear
+
+
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Compute left [N, I] @ right.T [I, O] from factors in half precision: [N, O] float32."""
+    if left.is_cuda:  # without float32 copies of the factors; torch lacks it on CPUs
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    return linear(left.float(), right.float())

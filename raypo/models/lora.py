@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from raypo.config import ConfigError, LoraSection, SampledModelSection, TrainedModelSection
 from raypo.models.checkpoint import network_class, read_config, stored_tensors
 from raypo.models.heads import HEADS
-from raypo.models.linear import OneDnnLinear
+from raypo.models.linear import OneDnnLinear, with_float32_logits
 from raypo.models.loading import load_causal_lm
 from raypo.models.model_folder import follow_umask
 
@@ -58,6 +58,8 @@ class Weight:
 def load_policy(section: SampledModelSection | TrainedModelSection) -> Any:
     """Load the causal language model to train, with a new adapter if the config has one."""
     model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
+    if isinstance(section, SampledModelSection) and section.head_dtype == "float32":
+        model = with_float32_logits(model)
     return add_adapter(model, section.lora)
 
 

@@ -328,7 +328,8 @@ def _head_gradients(
     grad_bias = weight.new_zeros(len(weight), dtype=exact) if of_bias else None
     for first in range(0, len(states), size):
         rows = slice(first, first + size)
-        grad = gradient(_logits(ctx.head, states[rows], weight, bias), rows)
+        # A head in float32 has logits in another dtype than its weights.
+        grad = gradient(_logits(ctx.head, states[rows], weight, bias), rows).to(weight.dtype)
         if grad_states is not None:
             grad_states[rows] = product_for(ctx.head)(grad, weight.t())
         if grad_weight is not None:

@@ -238,6 +238,7 @@ def _logits(
         itemsize=ITEMSIZE[config.model.dtype],
         device=device,
         learns=learns and config.model.lora is None,
+        head_in_float32=getattr(config.model, "head_dtype", "model") == "float32",
         of_divergence=isinstance(config, DistillationConfig),
     )
 

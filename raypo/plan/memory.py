@@ -134,6 +134,7 @@ def logits(
     itemsize: int,
     device: str,
     learns: bool,
+    head_in_float32: bool = False,
     of_divergence: bool = False,
 ) -> int:
     """Return the bytes of a chunk of logits and of the temporaries that exist beside it.
@@ -144,20 +145,27 @@ def logits(
 
     Args:
         learns: Whether the head's weight has a gradient.
+        head_in_float32: Whether the logits are float32 (`model.head_dtype`) and their gradient has
+            `itemsize`. CPUs then also hold a float32 copy of the head's weight.
         of_divergence: Whether the logits are used for a divergence from a teacher (distillation).
             The whole chunk is then processed in float32 in one piece, with autograd.
     """
     rows = chunk_rows(shape.vocabulary, device, is_fused=not of_divergence)
     elements = min(batch.tokens, rows) * shape.vocabulary
+    weight = shape.vocabulary * shape.hidden
+    made = elements * itemsize
+    if head_in_float32 and itemsize < MASTER:
+        made += elements * 4 + (4 * weight if device == "cpu" else 0)
     if of_divergence:
-        return elements * ((1 + learns) * itemsize + SCRATCH_COPIES * 4)
+        return made + elements * (learns * itemsize + SCRATCH_COPIES * 4)
     scratch = min(elements, SCRATCH_ELEMENTS[device]) * SCRATCH_COPIES * 4
     if not learns:
-        return elements * itemsize + scratch
-    weight = shape.vocabulary * shape.hidden
+        return made + scratch
     # The gradient of one chunk before it is added to the float32 sum. GPUs add it without a copy.
     product = 0 if device == "cuda" and itemsize < MASTER else itemsize * weight
-    return elements * itemsize + 4 * weight + max(scratch, product)
+    if device == "cpu" and head_in_float32:
+        product = MASTER * weight
+    return made + 4 * weight + max(scratch, product)
 
 
 def trained(

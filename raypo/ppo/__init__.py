@@ -6,6 +6,7 @@
 - `estimators`: advantages, composed of the parts in `advantages`, `turn_advantages` and `kl`;
 - `corrections`: mismatch between engine and learner;
 - `covariance`: tokens that clip_cov and kl_cov restrict;
+- `high_entropy`: tokens that keep their gradient under `ppo.top_entropy_fraction`;
 - `objective`: the loss of a microbatch, composed of `surrogates` and `losses`;
 - `controllers`: coefficients of the next step.
 

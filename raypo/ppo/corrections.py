@@ -180,6 +180,35 @@ def bounded_weights(
         return weights, mask & (weights != ratio)
 
 
+def off_policy_tokens(
+    log_probs: Tensor,  # [B, T], current policy
+    rollout_log_probs: Tensor,  # [B, T], as the engine reported them
+    advantages: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    threshold: float,
+) -> Tensor:
+    """Select the tokens that off-policy sequence masking leaves out of the surrogate.
+
+    The surrogate of token t of response i is multiplied by M[i, t], which is 0 if A[i, t] < 0 and
+    mean over t of (rollout_log_probs[i, t] - log_probs[i, t]) > threshold, else 1. A response that
+    its policy would hardly sample any more is not pushed further down. The tokens stay in the
+    denominator of the loss, and in all its other terms.
+
+    A response with an unknown log-prob (NaN) counts as off-policy.
+
+    Returns:
+        off_policy: [B, T] bool, False where masked.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Paper: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1, eq. 8 and 9.
+    """
+    ratio = log_ratio(rollout_log_probs, log_probs.detach(), mask)
+    mean = ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return mask & (advantages < 0.0) & ~(mean <= threshold)
+
+
 def mismatch_statistics(
     old_log_probs: Tensor,  # [B, T]
     rollout_log_probs: Tensor,  # [B, T]

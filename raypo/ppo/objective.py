@@ -16,6 +16,7 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOSection
 from raypo.ppo import losses
+from raypo.ppo.corrections import off_policy_tokens
 from raypo.ppo.kl import kl_loss_terms, log_ratio
 from raypo.ppo.masked import keep, masked_sum
 from raypo.ppo.surrogates import Surrogate, Tokens
@@ -89,7 +90,8 @@ def policy_objective(
     """Compute the policy loss: surrogate - entropy bonus + KL term (if `ppo.kl.placement` is loss).
 
     All three terms are aggregated in the same way. Weights of the rollout correction apply to the
-    surrogate, and to the KL term if it uses importance weights. With `ppo.nll_coef`, that
+    surrogate, and to the KL term if it uses importance weights. `ppo.correction.off_policy_mask`
+    and `ppo.top_entropy_fraction` remove tokens from the surrogate only. With `ppo.nll_coef`, that
     coefficient times the mean negative log-likelihood of positive examples (`positive_mask`) is
     added. This mean is over tokens.
 
@@ -128,7 +130,17 @@ def policy_objective(
         covariant=batch.covariant,
         covariance_kl=ppo.covariance.penalty,
     )
-    token_losses, statistics = losses.token_losses(tokens, surrogate, batch.weights)
+    weights, off_policy = batch.weights, None
+    if (threshold := ppo.correction.off_policy_mask) is not None:
+        off_policy = off_policy_tokens(
+            log_probs, batch.rollout_log_probs, batch.advantages, mask, threshold
+        )
+        weights = torch.where(off_policy, 0.0, 1.0 if weights is None else weights)
+    if batch.high_entropy is not None:
+        weights = torch.where(batch.high_entropy, 1.0 if weights is None else weights, 0.0)
+    token_losses, statistics = losses.token_losses(tokens, surrogate, weights)
+    if off_policy is not None:
+        statistics["off_policy"] = off_policy.sum().double()
     loss = policy_loss = aggregate(token_losses)
     if entropy_coef > 0.0:
         loss = loss - entropy_coef * aggregate(entropy)

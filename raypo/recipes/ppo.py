@@ -24,6 +24,7 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
+from raypo.ppo.high_entropy import with_high_entropy_tokens
 from raypo.rollout.sharding import to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
@@ -159,6 +160,7 @@ def ppo_step(
     # Step n starts from the weights of version n - 1, which step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
+    experience, entropy_metrics = with_high_entropy_tokens(experience, ppo, workers)
     experience, update = learner.update(
         experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
     )
@@ -169,7 +171,7 @@ def ppo_step(
         kl=kl if step > ppo.critic_warmup_steps else None,
         entropy=update.entropy,
     )
-    metrics |= kl.metrics() if kl else {}
+    metrics |= entropy_metrics | (kl.metrics() if kl else {})
     metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
     return experience, metrics | update.metrics | state.metrics(), next_state

@@ -35,6 +35,11 @@ def class_and_arguments(
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
         elif not isinstance(config, OnlineConfig) or not config.rollout.is_episodic:
             kwargs["whole_batches"] = True
+        if isinstance(config, OnlineConfig) and config.model.head_dtype == "float32":
+            extra = role.section.extra
+            overrides = {**(extra.get("hf_overrides") or {}), "head_dtype": "float32"}
+            changed = {"extra": {**extra, "hf_overrides": overrides}}
+            lengths["section"] = role.section.model_copy(update=changed)
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
     if role.kind == "judge":
@@ -50,7 +55,9 @@ def class_and_arguments(
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
         kwargs["compile_layers"] = config.learner.compile_layers
-    if not is_reference:
+    if is_reference:
+        kwargs["head_dtype"] = config.model.head_dtype
+    else:
         return VllmRewardModel if in_vllm else RewardModel, kwargs | {"policy": config.model.policy}
     if in_vllm:
         return VllmReference, kwargs

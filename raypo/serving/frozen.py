@@ -19,6 +19,7 @@ from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.host_memory import HostMemory
+from raypo.models.linear import with_float32_logits
 from raypo.models.loading import (
     load_causal_lm,
     load_reward_model,
@@ -149,6 +150,7 @@ class ReferenceModel(TorchModel):
         dtype: str,
         temperature: float,
         max_batch_tokens: int,
+        head_dtype: str = "model",
         attention: str = "auto",
         compile_layers: bool = False,
         num_threads: int | None = None,
@@ -161,6 +163,7 @@ class ReferenceModel(TorchModel):
             dtype: float32 or bfloat16.
             temperature: Sampling temperature of the responses.
             max_batch_tokens: Maximum number of tokens of one forward pass.
+            head_dtype: `model.head_dtype`.
             attention: `model.attention`.
             compile_layers: `learner.compile_layers`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
@@ -168,6 +171,8 @@ class ReferenceModel(TorchModel):
         """
         with frozen_memory_advice(model):
             network = load_causal_lm(model, dtype=dtype, attention=attention)
+            if head_dtype == "float32":
+                network = with_float32_logits(network)
             if compile_layers:
                 compile_on_gpus(network)
             super().__init__(

@@ -77,6 +77,25 @@ def check_extra(section: EngineSection) -> None:
             raise ConfigError(f"{key}: the installed vLLM has no such engine argument. {hint}")
 
 
+def check_head_dtype(head_dtype: str) -> None:
+    """Refuse a head in float32 if the installed vLLM (before 0.26) ignores it.
+
+    If vLLM is not installed here, the setting passes.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    found = find_spec("vllm")
+    if head_dtype == "model" or found is None or found.origin is None:
+        return
+    source = Path(found.origin).parent / "model_executor" / "layers" / "logits_processor.py"
+    if "head_dtype" not in source.read_text():
+        raise ConfigError(
+            f"model.head_dtype ({head_dtype}): the installed vLLM computes all logits in "
+            "model.dtype. Install vLLM 0.26 or later, or set model.head_dtype to model."
+        )
+
+
 @cache
 def engine_argument_names() -> frozenset[str] | None:
     """Return the field names of vLLM's class `EngineArgs`. None means that the class was not found.

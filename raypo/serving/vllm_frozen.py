@@ -145,9 +145,14 @@ class VllmReference(VllmModel):
         section: FrozenSection,
         dtype: str,
         max_model_len: int,
+        head_dtype: str = "model",
         num_threads: int | None = None,
     ) -> None:
-        """Start vLLM with a causal language model; arguments as for `VllmModel`."""
+        """Start vLLM with a causal language model; arguments as for `VllmModel`.
+
+        `head_dtype` is `model.head_dtype`.
+        """
+        overrides = {"hf_overrides": {"head_dtype": head_dtype}} if head_dtype != "model" else {}
         super().__init__(
             model,
             kind=AutoModelForCausalLM,
@@ -157,6 +162,7 @@ class VllmReference(VllmModel):
             num_threads=num_threads,
             skip_tokenizer_init=True,
             max_logprobs=-1,  # no limit: `top_log_probs` chooses the count
+            **overrides,
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:

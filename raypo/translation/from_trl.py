@@ -134,6 +134,8 @@ def _set_sampling(get: ForeignArguments, done: Settings) -> float:
     else:
         _set_loss(get, done)
         _set_correction(get, done)
+    if get("cast_lm_head_to_fp32"):
+        done["model.head_dtype"] = "float32", "cast_lm_head_to_fp32"
     if not get("sync_ref_model"):
         get.pass_over("ref_model_mixup_alpha", "ref_model_sync_steps")
     prompt = get("max_prompt_length")  # of older versions

@@ -14,6 +14,9 @@ from raypo.learner.state import write_tensors
 from raypo.learner.trained_model import TrainedModel
 from raypo.models.critic import Critic, CriticStart, save_value_head
 from raypo.models.heads import Float32Linear
+from raypo.models.linear import with_float32_logits
+from raypo.models.loading import load_causal_lm
+from raypo.models.networks import Policy
 from tests.integration.learning import LR, STAGES, experience, learner, save_state, with_targets
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -156,3 +159,28 @@ def test_a_value_head_is_float32_through_updates_checkpoints_and_folders(
     assert loaded.value_head.weight.dtype == torch.float32
     assert isinstance(loaded.value_head, Float32Linear)
     torch.testing.assert_close(torch.where(mask, loaded(batch), 0.0), values, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_head_in_float32_trains_at_every_stage_and_pushes_bfloat16(stage: int, model: str):
+    """Its log-probs are those of one model alone; those of a head in bfloat16 are rounded."""
+    batch = experience()
+    alone = with_float32_logits(load_causal_lm(model, dtype="bfloat16"))
+    with torch.no_grad():
+        expected = Policy(alone, temperature=1.0)(batch)[0]
+    trained, rounded = (
+        learner(model, stage=stage, dtype="bfloat16", head_dtype=head)
+        for head in ("float32", "model")
+    )
+    before = dict(trained.named_weights())
+    assert {weight.dtype for weight in before.values()} == {torch.bfloat16}
+    before = {name: weight.clone() for name, weight in before.items()}
+
+    log_probs, others = trained.log_probs(batch), rounded.log_probs(batch)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-6)
+    assert float((others - expected).abs().max()) > 1e-4
+    ready = with_targets(trained.with_log_probs_and_values(batch))
+    _, statistics = trained.update(ready, step=1)
+    assert statistics.metrics["ppo/skipped_updates"] == 0
+    changed = [name for name, w in trained.named_weights() if not torch.equal(w, before[name])]
+    assert any("embed_tokens" in name or "lm_head" in name for name in changed)

@@ -90,6 +90,14 @@ def test_the_choices_are_those_that_the_mathematics_has():
             {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
             "ppo.correction.token_veto (0.0001): ",
         ),
+        (
+            {"ppo__old_log_probs": "engine", "ppo__top_entropy_fraction": 0.2},
+            "ppo.top_entropy_fraction (0.2): ",
+        ),
+        (
+            {"ppo__correction__off_policy_mask": 0.5, "rollout__top_p": 0.9},
+            "ppo.correction.off_policy_mask (0.5): ",
+        ),
         ({"ppo__correction__kind": "tis", "rollout__top_k": 20}, "ppo.correction.kind (tis): "),
         ({"ppo__correction__kind": "mis", "rollout__min_p": 0.1}, "ppo.correction.kind (mis): "),
         (

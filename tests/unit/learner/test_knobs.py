@@ -92,6 +92,7 @@ CASES = {
     "entropy_delta": Case(
         ENTROPY, {**ENTROPY, "entropy_delta": 0.1}, "next_entropy_coef", stays="policy"
     ),
+    "top_entropy_fraction": Case({}, {"top_entropy_fraction": 0.3}, "policy", stays="critic"),
     "kl.importance_weights": Case(K2_LOSS, {**K2_LOSS, "kl.importance_weights": True}, "policy"),
     "kl.coef": Case({}, {"kl.coef": 0.5}, "advantages"),
     "kl.estimator": Case(K2_LOSS, {**K2_LOSS, "kl.estimator": "k3"}, "ppo/kl_loss"),
@@ -129,6 +130,9 @@ CASES = {
     "correction.high": Case(MIS, {**MIS, "correction.high": 1.01}, DROPPED),
     "correction.mask_ratio": Case(MIS, {**MIS, "correction.mask_ratio": "product"}, DROPPED),
     "correction.max_staleness": Case({}, {"correction.max_staleness": 0}, "policy"),
+    "correction.off_policy_mask": Case(
+        {}, {"correction.off_policy_mask": 0.01}, "policy", stays="critic"
+    ),
     "correction.token_veto": Case({}, {"correction.token_veto": 0.8}, DROPPED),
 }
 

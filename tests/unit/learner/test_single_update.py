@@ -63,6 +63,7 @@ def test_while_the_critic_warms_up_no_graph_of_the_policy_is_kept():
         {"minibatch_size": 6},
         {"kl.placement": "reward", "kl.estimator": "k1"},
         {"correction.kind": "tis"},
+        {"top_entropy_fraction": 0.2},
     ],
     ids=str,
 )

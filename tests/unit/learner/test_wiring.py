@@ -62,10 +62,12 @@ def combinations() -> Iterator[PPOSection]:
                 "correction": {
                     "kind": correction,
                     "token_veto": 0.4 if number % 2 else None,
+                    "off_policy_mask": 0.05 if number % 3 == 1 else None,
                     **MASKS.get(correction, {}),
                 },
                 "minibatch_size": 5,  # 12 responses: minibatches of 4
                 "entropy_coef": 0.1,
+                "top_entropy_fraction": 0.4 if number % 5 == 2 else 1.0,
                 "clip_high": 0.2
                 if loss in ("sapo", "kl_cov", "vespo")
                 else 0.05,  # which have none

@@ -260,6 +260,14 @@ def test_logits_take_a_chunk_float32_scratch_of_a_part_and_the_heads_gradient(
     product = 2 * head if device == "cpu" else 0  # a GPU adds it to the float32 sum in one kernel
     beside = 4 * head + max(3 * 4 * (1 << scratch), product)
     assert logits(shape, many, **kind, learns=True) == 2 * (1 << made) + beside
+    copied = 4 * head if device == "cpu" else 0  # of the head's weight, once more as the product
+    exact = (2 + 4) * (1 << made) + copied
+    assert logits(shape, many, **kind, learns=False, head_in_float32=True) == (
+        exact + 3 * 4 * (1 << scratch)
+    )
+    assert logits(shape, many, **kind, learns=True, head_in_float32=True) == (
+        exact + 4 * head + max(3 * 4 * (1 << scratch), copied)
+    )
     divergence = logits(shape, many, **kind, learns=True, of_divergence=True)
     assert divergence == (2 * 2 + 3 * 4) * CHUNK_ELEMENTS[device]
     assert logits(shape, Batch(1, 1, 1, 1), **kind, learns=False) == (2 + 3 * 4) * (1 << 17)

@@ -209,12 +209,17 @@ def policy_loss(
     covariance_kl: float,
     aggregation: str,
     max_new_tokens: int,
+    rollout: Table,
+    off_policy_mask: float | None,
+    high_entropy: Mask | None,
 ) -> tuple[float, Table]:
     """The loss, and its gradient."""
     share = shares(mask, aggregation=aggregation, max_new_tokens=max_new_tokens)
     total, gradient = 0.0, zeros(mask)
     for i, row in enumerate(mask):
         change = {t: log_probs[i][t] - old[i][t] for t in sampled(row)}
+        drift = sum(rollout[i][t] - log_probs[i][t] for t in change) / max(len(change), 1)
+        is_off_policy = off_policy_mask is not None and drift > off_policy_mask
         for t, own in change.items():
             a = advantages[i][t]
             ratio = math.exp(sum(change.values()) / len(change) if kind == "gspo" else own)
@@ -248,6 +253,8 @@ def policy_loss(
                 loss, slope = clipped(ratio, a, clip_low, clip_high, dual_clip)
             counts = share[i] * (weights[i][t] if weights else 1.0)
             counts *= not (kind == "clip_cov" and covariant[i][t])
+            counts *= not (is_off_policy and a < 0)
+            counts *= high_entropy is None or high_entropy[i][t]
             total += counts * loss
             gradient[i][t] = counts * slope
     return total, gradient
@@ -339,6 +346,16 @@ def covariant(
         ),
     )
     return by_product[: max(int(fraction * len(tokens)), 1)]
+
+
+def high_entropy(entropy: Table, mask: Mask, *, fraction: float) -> Mask:
+    """The tokens whose entropy is at least that of the last of the top `fraction`."""
+    ranked = sorted((entropy[i][t] for i, row in enumerate(mask) for t in sampled(row)))
+    most = max(int(fraction * len(ranked)), 1)
+    return [
+        [kept and entropy[i][t] >= ranked[-most] for t, kept in enumerate(row)]
+        for i, row in enumerate(mask)
+    ]
 
 
 def kl(

@@ -158,6 +158,9 @@ def policy_loss(
     kind: str | Surrogate = "ppo",
     weights: Tensor | None = None,
     covariant: Tensor | None = None,
+    rollout: Tensor | None = None,
+    off_policy_mask: float | None = None,
+    high_entropy: Tensor | None = None,
     covariance_kl: float = 1.0,
     max_new_tokens: int = 9,
     counts: StepCounts | None = None,
@@ -166,13 +169,16 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and statistics of `policy_objective` with the given keys of `ppo` and no other term."""
     covariance = CovarianceSection.model_construct(penalty=covariance_kl)
-    ppo = PPOSection.model_construct(covariance=covariance, **keys)
+    correction = CorrectionSection(off_policy_mask=off_policy_mask)
+    ppo = PPOSection.model_construct(covariance=covariance, correction=correction, **keys)
     rows = experience(
         mask,
+        rollout_log_probs=torch.zeros(mask.shape) if rollout is None else rollout,
         old_log_probs=old_log_probs,
         advantages=advantages,
         weights=weights,
         covariant=covariant,
+        high_entropy=high_entropy,
     )
     output = policy_objective(
         log_probs,

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from raypo.config import CorrectionSection
-from raypo.ppo.corrections import DEFAULT_CAPS, bounded_weights, mismatch_statistics
+from raypo.ppo.corrections import (
+    DEFAULT_CAPS,
+    bounded_weights,
+    mismatch_statistics,
+    off_policy_tokens,
+)
 from tests.unit.ppo.steps import AGGREGATIONS, CORRECTIONS, INF, NAN, policy_loss
 
 MASK = torch.tensor([[True, True, False], [True, True, False]])
@@ -155,6 +160,23 @@ def test_one_unknown_token_drops_a_response_that_is_judged_as_a_whole(kind):
     )
 
     assert weights.tolist() == ([[0.0, 0.0], [1.0, 1.0]])
+
+
+def test_the_off_policy_mask_by_hand():
+    """Drifts of 0.2 and 0.6 nats per token; then one that is unknown, and one of an impossible
+    token."""
+    log_probs = torch.tensor([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [-INF, -2.0]])
+    rollout = log_probs + torch.tensor([[0.1, 0.3], [1.4, -0.2], [NAN, 0.0], [0.0, 0.0]])
+    rollout[3] = -1.0
+    advantages = torch.tensor([[-1.0, -1.0], [-1.0, 0.0], [2.0, -1.0], [-1.0, -1.0]])
+    mask = torch.ones(4, 2, dtype=torch.bool)
+
+    dropped = off_policy_tokens(log_probs, rollout, advantages, mask, 0.5)
+
+    assert dropped.tolist() == [[False, False], [True, False], [False, True], [True, True]]
+    one = mask.clone()
+    one[1, 0] = False  # a drift of -0.2 is left
+    assert not off_policy_tokens(log_probs, rollout, -advantages.abs(), one, 0.5)[1].any()
 
 
 def test_weights_carry_no_gradient():

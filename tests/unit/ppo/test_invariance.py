@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypo.collectives import Workers
-from raypo.config import KLSection, PPOSection
+from raypo.config import CorrectionSection, KLSection, PPOSection
 from raypo.config.ppo_subsections import CovarianceSection
 from raypo.ppo.losses import explained_variance
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective
@@ -40,6 +40,7 @@ POLICIES = [
         nll_min_score=0.0,
         covariance=CovarianceSection(penalty=0.7),
         kl=KLSection(coef=0.1, placement="loss", estimator="k3"),
+        correction=CorrectionSection(off_policy_mask=0.2 if kind == "sapo" else None),
     )
     for kind in SURROGATES
     for aggregation in AGGREGATIONS
@@ -54,6 +55,8 @@ def rows_of(step: Step, **more: Any) -> Experience:
     names = ("old_log_probs", "advantages", "weights", "covariant", "returns")
     given = {name: getattr(step, name) for name in names}
     given |= {"ref_log_probs": step.old_values, "values": step.old_values}
+    given |= {"high_entropy": step.values.detach() > -0.5}
+    given |= {"rollout_log_probs": step.old_log_probs + 0.5 * step.old_values}
     return experience(step.mask, **given | more)
 
 

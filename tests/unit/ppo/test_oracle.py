@@ -13,6 +13,7 @@ from raypo.config import CorrectionSection, PPOSection
 from raypo.config.ppo_section import ESTIMATORS
 from raypo.ppo.corrections import bounded_weights
 from raypo.ppo.covariance import covariant_tokens
+from raypo.ppo.high_entropy import with_high_entropy_tokens
 from raypo.ppo.kl import kl_estimate, kl_loss_terms
 from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo import oracle
@@ -125,9 +126,17 @@ def test_advantages_and_returns(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("kind", SURROGATES)
-@given(step=steps(), weighted=st.booleans(), dual=st.booleans())
+@given(
+    step=steps(),
+    weighted=st.booleans(),
+    dual=st.booleans(),
+    off_policy_mask=st.sampled_from([None, 0.01, 0.3]),
+    selects=st.booleans(),
+)
 @few
-def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
+def test_policy_loss_and_gradient(
+    *, kind, aggregation, step, weighted, dual, off_policy_mask, selects
+):
     dual_clipped = kind in ("ppo", "gspo", "clip_cov")
     knobs: dict[str, Any] = {
         "kind": kind,
@@ -138,19 +147,29 @@ def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
         "covariance_kl": 0.3,
         "aggregation": aggregation,
         "max_new_tokens": 13,
+        "off_policy_mask": off_policy_mask,
     }
+    rollout = step.old_log_probs + 0.5 * step.returns
+    high_entropy = step.returns > 0 if selects else None
 
     loss, _ = policy_loss(
         *step.policy(),
         weights=step.weights if weighted else None,
         covariant=step.covariant,
+        rollout=rollout,
+        high_entropy=high_entropy,
         **knobs,
     )
 
     new, old, advantages, mask = (each.tolist() for each in step.policy())
     weights = step.weights.tolist() if weighted else None
     tables = new, old, advantages, mask, weights, step.covariant.tolist()
-    expected = oracle.policy_loss(*tables, **knobs)
+    expected = oracle.policy_loss(
+        *tables,
+        rollout=rollout.tolist(),
+        high_entropy=None if high_entropy is None else high_entropy.tolist(),
+        **knobs,
+    )
     (gradient,) = torch.autograd.grad(loss, step.log_probs)
     assert_close(loss, expected[0])
     assert_close(gradient, expected[1])
@@ -209,6 +228,24 @@ def test_the_tokens_of_high_covariance(step, fraction):
     assert set(map(tuple, found.nonzero().tolist())) == set(
         oracle.covariant(*tables, fraction=fraction)
     )
+
+
+@given(step=steps(), fraction=st.sampled_from([1e-6, 0.1, 0.5, 0.999]), equal=st.booleans())
+@few
+def test_the_tokens_of_high_entropy(step, fraction, equal):
+    entropy = step.old_log_probs.abs()
+    entropy = entropy.ceil() if equal else entropy
+    ppo = PPOSection(top_entropy_fraction=fraction)
+
+    selected, metrics = with_high_entropy_tokens(
+        experience(step.mask, entropy=entropy), ppo, Workers()
+    )
+
+    expected = oracle.high_entropy(entropy.tolist(), step.mask.tolist(), fraction=fraction)
+    assert selected.high_entropy is not None
+    assert selected.high_entropy.tolist() == expected
+    chosen = entropy[selected.high_entropy]
+    assert metrics == {"ppo/entropy_threshold": pytest.approx(chosen.min().item())}
 
 
 @pytest.mark.parametrize("mask_ratio", MASK_RATIOS)

@@ -96,3 +96,21 @@ def test_trials_with_other_batches_share_an_engine(monkeypatch, tmp_path):
     assert [deployment.kwargs["max_requests"] for deployment in started] == [None]
     larger = config_of(rollout={"prompts_per_step": 2 * PROMPTS}, ppo={"minibatch_size": 78})
     assert shared_services.roles_apart(larger, config_of()) == set()
+
+
+def test_engine_and_reference_get_the_dtype_of_the_head():
+    model = {"policy": "p", "reference": "r", "head_dtype": "float32"}
+    extra = {"hf_overrides": {"a": 1}, "max_num_seqs": 3}
+    changed = config_of(model=model, rollout={"engine": {"extra": extra}})
+    vllm = config_of(model=model, placement={"frozen": {"reference": {"backend": "vllm"}}})
+
+    engine = arguments_of(changed)["section"].extra
+    assert engine == extra | {"hf_overrides": {"a": 1, "head_dtype": "float32"}}
+    assert arguments_of(config_of())["section"].extra == {}
+    for config in (changed, vllm):
+        (reference,) = (
+            role
+            for role in served_roles(config, num_workers=1, use_gpu=False)
+            if role.kind == "reference"
+        )
+        assert class_and_arguments(reference, config)[1]["head_dtype"] == "float32"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from raypo.serving.vllm_arguments import (
     SAID_BY_REQUESTS,
     SET_BY,
     check_extra,
+    check_head_dtype,
     engine_argument_names,
 )
 
@@ -92,3 +94,16 @@ def test_an_unknown_argument_is_refused_without_importing_vllm():
     told, heavy = done.stdout.splitlines()
     assert "extra.penalty (2)" in told
     assert heavy == "[]"
+
+
+def test_a_head_in_float32_is_refused_where_vllm_would_ignore_it(tmp_path, monkeypatch):
+    check_head_dtype("float32")  # the installed one does not
+
+    source = tmp_path / "model_executor" / "layers" / "logits_processor.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("class LogitsProcessor: ...")
+    old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: old)
+    check_head_dtype("model")
+    with pytest.raises(ConfigError, match=r"model.head_dtype \(float32\): the installed vLLM"):
+        check_head_dtype("float32")

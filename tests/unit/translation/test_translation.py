@@ -177,6 +177,21 @@ def test_the_defaults_are_those_of_the_installed_trl(kind: str):
     assert {name: value for name, value in installed.items() if ours.get(name, ...) != value} == {}
 
 
+def test_masks_and_the_head_of_trl(tmp_path: Path):
+    config = config_of(
+        trl(
+            use_vllm=True,
+            off_policy_mask_threshold=0.5,
+            top_entropy_quantile=0.2,
+            cast_lm_head_to_fp32=True,
+        ),
+        tmp_path,
+    )
+    assert config.ppo.correction.off_policy_mask == 0.5
+    assert config.ppo.top_entropy_fraction == 0.2
+    assert config.model.head_dtype == "float32"
+
+
 def test_the_correction_of_trl_is_on_by_default(tmp_path: Path):
     correction = config_of(trl(use_vllm=True), tmp_path).ppo.correction
     assert (correction.kind, correction.cap) == ("sequence_tis", 3.0)
