@@ -28,6 +28,8 @@ from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_shape import ModelShape
 
 JUDGE = "reward.judge.path"
+NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "gpt_oss", "nemotron_h")
+"""Model types without a kernel for CPUs in vLLM (0.32), for sparse attention or for experts."""
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
@@ -95,6 +97,19 @@ def _local_shape(path: str) -> ModelShape | None:
         return ModelShape.read(path)
     except ConfigError:  # an architecture that raypo does not know, but vLLM may
         return None
+
+
+def check_kernels(config: Any) -> None:
+    """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
+    if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
+        return
+    path = config.model.policy
+    kind = (_config_of("model.policy", path) or {}).get("model_type")
+    if kind in NOT_ON_CPUS:
+        raise ConfigError(
+            f"model.policy ({path}): vLLM has no kernels for the architecture {kind} on CPUs, but "
+            "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
+        )
 
 
 def check_positions(config: Any) -> None:

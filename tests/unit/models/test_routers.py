@@ -87,6 +87,30 @@ def test_loss_and_gradients_are_transformers_however_the_rows_are_cut(tmp_path: 
             assert gap < 1e-6, name
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_gradients_of_packed_rows_are_those_of_transformers_row_by_row(
+    architecture: str, tmp_path: Path
+):
+    """Of every expert and router, in float32, with a prompt that two rows share."""
+    build(CAUSAL, architecture, tmp_path)
+    policy = load_causal_lm(str(tmp_path), dtype="float32")
+    log_probs, _ = packed_log_probs(policy, pack(PROMPTS, RESPONSES), temperature=1.0)
+    log_probs.sum().backward()
+
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        log_p = reference(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected.append(log_p.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0])
+    torch.cat(expected).sum().backward()
+    torch.testing.assert_close(log_probs, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    for (name, own), other in zip(policy.named_parameters(), reference.parameters(), strict=True):
+        assert own.grad is not None, name
+        assert other.grad is not None, name
+        assert (own.grad - other.grad).norm() < 1e-4 * other.grad.norm(), name
+
+
 def test_a_dense_model_has_no_routers(tmp_path: Path):
     build(CAUSAL, "llama", tmp_path)
     assert top_k_of(load_causal_lm(str(tmp_path), dtype="float32")) is None
