@@ -98,7 +98,12 @@ class Routing:
 def top_k_of(model: Any) -> int | None:
     """Return the number of experts of a token, or None for a model without known routers."""
     config = model.config.get_text_config()
-    return config.num_experts_per_tok if config.model_type in ROUTED else None
+    is_known = config.model_type in ROUTED and bool(_routers(model))
+    return config.num_experts_per_tok if is_known else None
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
 
 
 @contextmanager
@@ -112,11 +117,7 @@ def recorded(model: nn.Module, *, with_gradient: bool) -> Iterator[Routing]:
         with_gradient: Keep the graph of the probabilities, for `Routing.balance_loss`.
     """
     routing = Routing(with_gradient=with_gradient)
-    hooks = [
-        module.register_forward_hook(routing.record)
-        for module in model.modules()
-        if type(module).__name__.endswith("TopKRouter")
-    ]
+    hooks = [router.register_forward_hook(routing.record) for router in _routers(model)]
     token = _recorder.set(routing)
     try:
         yield routing

@@ -111,6 +111,9 @@ def test_gradients_of_packed_rows_are_those_of_transformers_row_by_row(
         assert (own.grad - other.grad).norm() < 1e-4 * other.grad.norm(), name
 
 
-def test_a_dense_model_has_no_routers(tmp_path: Path):
-    build(CAUSAL, "llama", tmp_path)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_a_model_without_experts_has_no_routers(architecture: str, tmp_path: Path):
+    """Such as a Qwen3-MoE whose layers are all dense."""
+    special = {architecture: {"mlp_only_layers": [0, 1, 2, 3]}}
+    build(CAUSAL, architecture, tmp_path, special=special)
     assert top_k_of(load_causal_lm(str(tmp_path), dtype="float32")) is None
