@@ -252,7 +252,12 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         self.raypo_leave_push()
         loaded = {_without_adapter(name) for name in self.raypo_loaded}
-        missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
+        # A parameter may have several names, such as one of a shared expert, which vLLM's layer of
+        # experts holds, too.
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(_without_adapter(name))
+        missing = sorted(each[0] for each in names.values() if loaded.isdisjoint(each))
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
