@@ -10,7 +10,11 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -19,6 +23,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TOKENS: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
+SHARED: dict[str, Any] = TOKENS | {
+    "vocab_size": len(SPECIAL_TOKENS) + len(CHARACTERS),
+    "initializer_range": 0.1,  # large enough that the tokens' probabilities differ
+    "dtype": torch.float32,
+}
 
 
 def tiny_tokenizer(folder: str | Path) -> Path:
@@ -57,10 +67,7 @@ def tiny_policy(
         head_dim: 32 or 64, or vLLM on CPU refuses the model.
         kv_heads: Heads of keys and values; None: as many as of queries.
     """
-    tiny_tokenizer(folder)
-    tokens: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
     config = LlamaConfig(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -69,13 +76,38 @@ def tiny_policy(
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tied,
-        initializer_range=0.1,  # large enough that the tokens' probabilities differ
-        dtype=torch.float32,
-        **tokens,
+        **SHARED,
     )
+    return _save(config, Path(folder), seed=seed)
+
+
+def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0) -> Path:
+    """Saves a random float32 mixture of experts (two of four a token) with its tokenizer."""
+    sizes: dict[str, Any] = SHARED | {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "num_experts_per_tok": 2,
+    }
+    kinds: dict[str, Any] = {
+        "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, "moe_intermediate_size": 32}),
+        "olmoe": (OlmoeConfig, {}),
+        "mixtral": (MixtralConfig, {}),
+    }
+    kind, more = kinds[architecture]
+    experts = {"num_local_experts" if architecture == "mixtral" else "num_experts": 4}
+    return _save(kind(**sizes, **experts, **more), Path(folder), seed=seed)
+
+
+def _save(config: PreTrainedConfig, folder: Path, *, seed: int) -> Path:
+    tiny_tokenizer(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(**tokens)
+    model.generation_config = GenerationConfig(**TOKENS)
     model.save_pretrained(folder)
-    return Path(folder)
+    return folder

@@ -17,16 +17,19 @@ from raypo.config import (
     RewardModelConfig,
 )
 from raypo.data.chat_messages import MessageError, check_variables
-from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import (
+    ROUTED,
     max_positions,
     refuse_quantized,
     rotation_limit,
     stored_files,
 )
+from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_shape import ModelShape
 
 JUDGE = "reward.judge.path"
+NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "gpt_oss", "nemotron_h")
+"""Model types without a kernel for CPUs in vLLM (0.32), for sparse attention or for experts."""
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
@@ -94,6 +97,19 @@ def _local_shape(path: str) -> ModelShape | None:
         return ModelShape.read(path)
     except ConfigError:  # an architecture that raypo does not know, but vLLM may
         return None
+
+
+def check_kernels(config: Any) -> None:
+    """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
+    if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
+        return
+    path = config.model.policy
+    kind = (_config_of("model.policy", path) or {}).get("model_type")
+    if kind in NOT_ON_CPUS:
+        raise ConfigError(
+            f"model.policy ({path}): vLLM has no kernels for the architecture {kind} on CPUs, but "
+            "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
+        )
 
 
 def check_positions(config: Any) -> None:
@@ -224,6 +240,7 @@ def check_models(config: AnyConfig) -> None:
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     check_rotations(config, on_hub=True)
+    _check_routers(config)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     if config.data.chat_template_kwargs:
@@ -235,6 +252,19 @@ def check_models(config: AnyConfig) -> None:
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def _check_routers(config: AnyConfig) -> None:
+    """Refuse a loss that balances experts, if the policy has no experts or unknown routers."""
+    from raypo.models.checkpoint import read_config
+
+    policy, coef = config.model.policy, config.learner.router_aux_coef
+    kind = read_config(policy).get_text_config().model_type if coef else None
+    if coef and kind not in ROUTED:
+        raise ConfigError(
+            f"learner.router_aux_coef ({coef}): raypo knows no routers of model.policy ({policy}), "
+            f"whose architecture is {kind}, but only of {', '.join(ROUTED)}. Set it to 0."
+        )
 
 
 def _check_template_kwargs(config: AnyConfig) -> None:

@@ -148,7 +148,7 @@ off_policy_mask_threshold | = ppo.correction.off_policy_mask |
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | raypo's reference does not change.
 sapo_temperature_neg, sapo_temperature_pos | | raypo's `sapo` has the paper's temperatures, 1.05 and 1.0.
 vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg | | raypo's `vespo` has the constants of its paper.
-router_aux_loss_coef | | raypo has no loss that balances experts.
+router_aux_loss_coef | learner.router_aux_coef | 0 unless it is set. The loss is a mean over the layers' own loads.
 generation_kwargs | rollout.stop | raypo's sampling has temperature, top_p, top_k, min_p and stop.
 vllm_structured_outputs_regex | | Tokens would no longer come from the policy's distribution, which the ratios assume.
 chat_template_kwargs | = data.chat_template_kwargs |
@@ -467,7 +467,7 @@ train.ema_beta, ema_beta | | raypo keeps no average of the weights.
 actor.optim, critic.optim | learner.optimizer | `adamw` (adam) or `muon`.
 actor.muon.*, critic.muon.* | learner.optimizer | raypo's Muon has the learning rate of AdamW and a momentum of 0.95.
 critic.adam.betas, critic.adam.eps, critic.adam.weight_decay, critic.lr_scheduler, critic.lr_warmup_ratio, critic.min_lr_ratio, critic.max_norm | learner.lr_schedule | Policy and critic share the schedule, the optimizer's constants and the clip.
-actor.aux_loss_coef, aux_loss_coef | | raypo has no loss that balances experts.
+actor.aux_loss_coef, aux_loss_coef | learner.router_aux_coef | The loss is a mean over the layers' own loads.
 actor.freeze_visual_encoder, freeze_visual_encoder | | raypo trains all weights, or an adapter.
 data.image_key, data.max_images_per_prompt, image_key, max_images_per_prompt | | Images are in the chat messages of a prompt.
 ds.value_head_prefix, value_head_prefix | | A critic starts from the reward model, or from the policy with a head of zeros.

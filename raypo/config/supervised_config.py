@@ -146,3 +146,11 @@ class RewardModelConfig(ExamplesConfig):
     data: PairsSection  # pyright: ignore[reportIncompatibleVariableOverride]
     reward_model: RewardModelSection = RewardModelSection()
     eval: HeldOutSection = HeldOutSection()
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.learner.router_aux_coef:
+            yield (
+                f"learner.router_aux_coef ({self.learner.router_aux_coef}): is not supported for "
+                "reward models. Set it to 0."
+            )

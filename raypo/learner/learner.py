@@ -22,6 +22,7 @@ from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import Export, adapter_export, critic_export, model_export, on_rank_0
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.roles import Roles
+from raypo.learner.router_balance import RouterBalance
 from raypo.learner.state import (
     SkippedUpdates,
     StateFiles,
@@ -210,14 +211,24 @@ class Learner:
         if experience.old_log_probs is None and not with_policy:
             computed = self._if_policy("old_log_probs", experience)
         log_probs = self._zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
+        balance = None
+        if with_policy and self._trained_policy:
+            coef = self._section.router_aux_coef
+            balance = RouterBalance(self._policy.module, coef=coef, workers=self._workers)
         for rows in self._minibatches_of_all_epochs(experience, step):
             counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
-            for piece in self._microbatches(experience, rows):
+            pieces = self._microbatches(experience, rows)
+            if balance:
+                balance.begin_update(
+                    pieces, lambda piece: self._policy(self._on_device(experience, piece))
+                )
+            for piece in pieces:
                 batch = self._on_device(experience, piece)
-                if with_policy and self._trained_policy:
-                    new, entropy = self._policy(
-                        batch, with_entropy=True, entropy_grad=entropy_coef > 0.0
-                    )
+                if balance:
+                    with balance.recorded(piece) as routing:
+                        new, entropy = self._policy(
+                            batch, with_entropy=True, entropy_grad=entropy_coef > 0.0
+                        )
                     output = policy_objective(
                         new,
                         entropy,
@@ -229,7 +240,7 @@ class Learner:
                         entropy_coef=entropy_coef,
                         surrogate=self._surrogate,
                     )
-                    self._policy.backward(output.loss)
+                    self._policy.backward(output.loss + balance.loss(routing, piece))
                     sums.add_policy(output)
                     _put(new.detach(), batch, into=log_probs, rows=piece)
                 if critic:
@@ -242,7 +253,8 @@ class Learner:
                 computed = {"old_log_probs": log_probs.cpu()}
             experience = experience.with_(**self._roles.joined(experience, computed))
         statistics = sums.reduce(self._workers)
-        statistics = replace(statistics, metrics=statistics.metrics | rates)
+        routed = balance.metrics("ppo") if balance else {}
+        statistics = replace(statistics, metrics=statistics.metrics | rates | routed)
         return experience, self._joined(statistics)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

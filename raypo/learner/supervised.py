@@ -14,6 +14,7 @@ from raypo.config import ExamplesLearnerSection, LoraSection
 from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import Export, adapter_export, model_export
 from raypo.learner.learning_rate import learning_rate
+from raypo.learner.router_balance import RouterBalance
 from raypo.learner.state import SkippedUpdates, StateFiles, load_worker_state, worker_state
 from raypo.learner.tasks import Item, Sums, Task
 from raypo.learner.trained_model import TrainedModel
@@ -71,9 +72,13 @@ class SupervisedLearner(Generic[Item]):
         pieces = self._microbatches(items)
         self._before_losses(pieces)
         of_pieces = []
+        coef, workers = self._section.router_aux_coef, self._workers
+        balance = RouterBalance(self._model.module, coef=coef, workers=workers)
+        balance.begin_update(pieces, self._loss)
         for piece in pieces:
-            total, sums = self._loss(piece)
-            self._model.backward(total / normalizer)
+            with balance.recorded(piece) as routing:
+                total, sums = self._loss(piece)
+            self._model.backward(total / normalizer + balance.loss(routing, piece))
             of_pieces.append(sums)
         applied, norm = self._model.step()
         _add(means, of_pieces, "train")
@@ -82,6 +87,7 @@ class SupervisedLearner(Generic[Item]):
         means.total("train/tokens", sum(item.num_tokens for item in items))
         metrics = means.reduce(self._workers) | {"train/learning_rate": rate}
         metrics["train/skipped_updates"] = float(not applied)
+        metrics |= balance.metrics("train")
         return metrics if norm is None else metrics | {"train/grad_norm": norm}
 
     @torch.no_grad()

@@ -112,7 +112,9 @@ _OF_EXAMPLES = (
 LOGGED = {
     "eval/": f"score_mean score_mean/* initial_* reward_model_mean response_tokens_mean failed "
     f"pass_at_* reward/* episode/* {_OF_EXAMPLES}",
-    "train/": f"learning_rate grad_norm examples tokens skipped_updates updates {_OF_EXAMPLES}",
+    "train/": f"learning_rate grad_norm examples tokens skipped_updates updates router_load_max "
+    f"router_entropy router_aux_loss "
+    f"{_OF_EXAMPLES}",
     "rollout/": "score_mean score_mean/* score_std response_tokens response_tokens_mean "
     "response_tokens_max prompt_tokens_mean truncated_fraction zero_variance_fraction turns_mean "
     "turns_max episodes_failed refills groups_missing staleness_mean staleness_max "
@@ -125,7 +127,8 @@ LOGGED = {
     "approx_kl clip_fraction dual_clip_fraction off_policy_fraction value_clip_fraction "
     "advantage_clip_fraction ratio_mean ratio_clamped_tokens value_mean return_mean "
     "shaped_score_mean explained_variance policy_grad_norm critic_grad_norm policy_learning_rate "
-    "critic_learning_rate policy_updates skipped_updates",
+    "critic_learning_rate policy_updates skipped_updates router_load_max router_entropy "
+    "router_aux_loss",
     "mismatch/": "kl* log_prob_gap_mean* log_prob_gap_max* clip_fraction* weight_mean "
     "dropped_fraction probe_gap_* unknown_tokens",
     "curriculum/": "pass_rate_p* step_pass_rate seen_fraction",
@@ -205,6 +208,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("Value loss", ["ppo/value_loss"]),
         Plot("Variance of the returns that the critic explains", ["ppo/explained_variance"]),
         Plot("Gradient norms", ["ppo/*_grad_norm", "train/grad_norm"]),
+        Plot("Load of the busiest expert", ["*/router_load_max"], "times an even load"),
         Plot("Learning rate", ["ppo/*_learning_rate", "train/learning_rate"]),
         Plot("KL that KTO compares with", ["train/kl"], "nats per response"),
         Plot("Engine against learner", ["mismatch/kl"], "nats per token"),
@@ -318,6 +322,13 @@ MEANINGS = {
     ),
     "ppo/clip_fraction": "share of tokens whose ratio is clipped",
     "ppo/off_policy_fraction": "share of tokens that `ppo.correction.off_policy_mask` drops",
+    "ppo/router_load_max": (
+        "load of the busiest expert of any layer, as a multiple of an even load, over the response "
+        "tokens of a step's updates, for [mixtures of experts](models.md#mixtures-of-experts); "
+        "also for `train/`"
+    ),
+    "ppo/router_entropy": "mean entropy of their routers, in nats; also for `train/`",
+    "ppo/router_aux_loss": "the loss of `learner.router_aux_coef`, without the coefficient",
     "ppo/policy_learning_rate": "the learning rate of a step; also for the critic and `train/`",
     "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
     "time/wait_for_rollouts_s": "seconds of the step that the learner waited for rollouts",

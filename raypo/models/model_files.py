@@ -14,6 +14,13 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 """Names of the weight files that transformers and vLLM read. The first one that exists is used,
 either as a single file or as shards with an index NAME.index.json."""
 
+ROUTED = (
+    *("flex_olmo", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text"),
+    *("qwen3_moe", "qwen3_next"),
+)
+"""Model types whose routers are known (`raypo.models.routers`): linear, with a softmax, and without
+a bias that balances the experts."""
+
 
 def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.

@@ -192,13 +192,16 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
     vocabulary = int(values["vocab_size"])
     gated = values.get("model_type") not in PLAIN_MLP
     width = int(_size(values, "intermediate_size", None if gated else 4 * hidden))
-    experts = int(values.get("num_local_experts") or values.get("num_experts") or 1)
+    counts = (values.get(f"{name}_experts") for name in ("num_local", "num", "n_routed"))
+    experts = int(next(filter(None, counts), 1))
     active = int(values.get("num_experts_per_tok") or 1) if experts > 1 else 1
     width = int(values.get("moe_intermediate_size") or width) if experts > 1 else width
+    # transformers keeps all experts of a layer in one tensor, and their files have one for each.
+    fused = (2 if gated else 1) * experts * width * hidden if experts > 1 else 0
     tied = bool(outer.get("tie_word_embeddings", values.get("tie_word_embeddings", True)))
     shape = ModelShape(
         parameters=0,
-        largest_tensor=vocabulary * hidden,
+        largest_tensor=max(vocabulary * hidden, fused),
         layers=int(_size(values, "num_hidden_layers")),
         hidden=hidden,
         heads=heads,
@@ -212,7 +215,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
     )
     if counted is None:
         return replace(shape, parameters=_computed(shape, values, width * experts))
-    return replace(shape, parameters=counted[0], largest_tensor=counted[1])
+    return replace(shape, parameters=counted[0], largest_tensor=max(counted[1], fused))
 
 
 def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:

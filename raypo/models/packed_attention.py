@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from raypo.models.chunk_sizes import FLEX_BLOCK as BLOCK
 from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
+from raypo.models.routers import about_to_pass
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
@@ -212,6 +213,7 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
 
 def _packed_states(backbone: Any, packed: Packed) -> Tensor:
     packed = _for_attention(packed)
+    about_to_pass(packed.states)
     hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
     return _at(hidden, packed.states)
 
@@ -229,6 +231,7 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
     """Return the logits [M, V] at `packed.states` from a causal language model's own forward."""
     if reads_packed(model):
         packed = _for_attention(packed)
+        about_to_pass(packed.states)
         kept, places = packed.states, None
         # The model selects states by plain indexing, whose backward pass on CPU is deterministic
         # only for unique indices (see `_at`).
@@ -268,7 +271,9 @@ def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
         results: [M, ...].
     """
     there, back = packed.layout.rows
-    return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])
+    states = back[packed.states]
+    about_to_pass(states)
+    return _at(read(packed.input_ids[0][there]).flatten(0, 1), states)
 
 
 def packed_attention(

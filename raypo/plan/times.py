@@ -387,16 +387,19 @@ class _Work:
         pass_s += sum(self._pass_s(shape, with_logits=False) for shape in critic)
         passes = 2 if config.model.lora else 3  # no gradients of frozen weights
         passes += 1 if config.learner.activation_checkpointing else 0
+        counted = policy if config.learner.router_aux_coef else []  # another forward pass
         whole = sum(map(self._whole, [*policy, *critic]))
         trained = whole if not config.model.lora else 0.0
-        a_pass = {0: 2 * trained, 1: 0.0, 2: trained, 3: 2 * whole + trained}[stage]
+        again = sum(map(self._whole, counted))
+        a_pass = {0: 2 * trained, 1: 0.0, 2: trained, 3: 2 * whole + trained + again}[stage]
         a_step = {0: 0.0, 1: (8 / self._itemsize + 1) * trained, 2: trained, 3: 0.0}[stage]
         moved = ring * (epochs * self._microbatches(workers) * a_pass + steps * a_step)
         share = trained / self._itemsize / (1 if stage == 0 else workers)
         after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
         if self._sharding.offload_optimizer:
             after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
-        beside = {"arithmetic": passes * epochs * pass_s / workers}
+        arithmetic = passes * pass_s + sum(map(self._pass_s, counted))
+        beside = {"arithmetic": epochs * arithmetic / workers}
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:

@@ -36,7 +36,7 @@ from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.checks.input_checks import check_inputs
-from raypo.checks.model_checks import check_models
+from raypo.checks.model_checks import check_kernels, check_models
 from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.connect import (
@@ -231,6 +231,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         checked = self._checked(resolved)
         scaling = scaling_of(checked, scaling_config)
+        if not scaling.use_gpu:
+            check_kernels(checked)
         self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None

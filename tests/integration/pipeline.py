@@ -9,6 +9,11 @@ from tests.tiny import tiny_policy
 def write_examples(folder: Path) -> None:
     """A tiny policy, and files of examples and of pairs, some of them held out."""
     tiny_policy(folder / "model")
+    write_rows(folder)
+
+
+def write_rows(folder: Path) -> None:
+    """Files of examples and of pairs, some of them held out."""
     rows = [
         {
             "prompt": f"{a}+{b}=",

@@ -38,7 +38,7 @@ from raypo.run.setup import Runtime
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.storage.run_files import RunFiles
-from tests.tiny import tiny_policy
+from tests.tiny import tiny_experts, tiny_policy
 
 RECIPES = {
     "ppo": {"reward": {"function": "reward.py:score"}},
@@ -115,6 +115,23 @@ def test_what_an_export_would_lack_is_told_and_what_would_end_it_refused(here: P
         check(config)
     with_values(here / "policy", "generation_config.json", early_stopping="x")
     assert "cannot read its generation_config.json: `early_stopping` must be" in refusal(config)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, recipe: str):
+    config = config_of(recipe, learner={"router_aux_coef": 0.01})
+    assert refusal(config) == (
+        "learner.router_aux_coef (0.01): raypo knows no routers of model.policy (policy), whose "
+        "architecture is llama, but only of flex_olmo, gpt_oss, mixtral, olmoe, qwen2_moe, "
+        "qwen3_5_moe_text, qwen3_moe, qwen3_next. Set it to 0."
+    )
+    tiny_experts(here / "policy", "olmoe")
+    check(config)
+
+
+def test_a_loss_for_the_routers_of_a_reward_model_is_refused(here: Path):
+    with pytest.raises(ConfigError, match=r"router_aux_coef \(0.01\): is not supported for reward"):
+        config_of("reward_model", learner={"router_aux_coef": 0.01})
 
 
 def test_a_deployed_judge_may_have_another_tokenizer_but_must_be_whole(here: Path):

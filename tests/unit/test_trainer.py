@@ -160,6 +160,20 @@ def test_elastic_workers_that_could_not_go_on_are_refused_before_anything_starts
         PPOTrainer(PPOConfig.parse(values | changes), reward_fn=judge, scaling_config=scaling)
 
 
+def test_a_model_that_vllm_cannot_run_on_cpus_is_refused_before_anything_starts(
+    values: dict[str, Any],
+):
+    folder = tiny_policy(values["model"]["policy"])
+    told = (
+        f"model.policy ({folder}): vLLM has no kernels for the architecture gpt_oss on CPUs, but "
+        "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
+    )
+    written = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt_oss"}
+    (folder / "config.json").write_text(json.dumps(written))
+    assert refusal(values, reward_fn=judge) == told
+    PPOTrainer(PPOConfig.parse(values), reward_fn=judge, scaling_config=ScalingConfig(use_gpu=True))
+
+
 def test_what_is_seldom_meant_is_said_before_anything_starts(
     values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):

@@ -16,7 +16,7 @@ from transformers import (
 
 from raypo.config import ConfigError
 from raypo.models.model_shape import ModelShape, from_config
-from tests.tiny import tiny_policy
+from tests.tiny import tiny_experts, tiny_policy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -44,7 +44,8 @@ def test_parameters_computed_from_a_config_are_those_of_the_model(config):
 
     router = 3 * 64 * 4 if config.model_type == "mixtral" else 0
     assert shape.parameters + router == sum(p.numel() for p in model.parameters())
-    assert shape.largest_tensor == 96 * 64
+    experts = 4 * 2 * 160 * 64 if config.model_type == "mixtral" else 0
+    assert shape.largest_tensor == max(96 * 64, experts)
     assert not shape.is_exact
 
 
@@ -57,6 +58,14 @@ def test_parameters_are_counted_in_the_headers_where_weights_are_there(tmp_path:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.backbone_parameters == sum(p.numel() for p in model.model.parameters())
     assert shape.largest_tensor == max(p.numel() for p in model.parameters())
+
+
+def test_the_experts_of_a_layer_are_one_tensor_in_memory_and_several_in_files(tmp_path: Path):
+    folder = tiny_experts(tmp_path, "mixtral")
+    shape = ModelShape.read(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert shape.is_exact
+    assert shape.largest_tensor == max(p.numel() for p in model.parameters()) == 4 * 2 * 32 * 64
 
 
 def test_half_a_checkpoint_is_not_counted(tmp_path: Path):

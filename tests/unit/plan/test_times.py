@@ -76,6 +76,20 @@ def test_an_update_is_three_passes_over_the_workers(folder: Path):
     assert update.after["optimizer"] == pytest.approx(4 * OPTIMIZER_BYTES * share / ONE.memory)
 
 
+def test_balancing_experts_takes_another_forward_pass_of_the_policy(folder: Path):
+    """A pass gathers all weights once more at stage 3."""
+    sections: dict[str, Any] = {"advantage": "gae", "kl": {"coef": 0.0}}
+    usual = plan(folder, "8xH100", ppo=sections)
+    more = plan(folder, "8xH100", ppo=sections, learner={"router_aux_coef": 0.01})
+    a_pass = phases(plan(folder, "8xH100", ppo=sections | {"advantage": "grpo"}))["update"]
+    before, after = (phases(made)["update"] for made in (usual, more))
+    added = after.beside["arithmetic"] - before.beside["arithmetic"]
+    assert added == pytest.approx(a_pass.beside["arithmetic"] / 3)
+    weights = 2.0 * usual.models.policy.parameters
+    microbatches = 4 * -(-(256 * 512 + 64 * 512) // 4 // 8 // 4096)
+    assert after.moved - before.moved == pytest.approx(7 / 8 * microbatches * weights, rel=1e-6)
+
+
 def test_a_plan_says_what_several_updates_cost(folder: Path):
     sections: dict[str, Any] = {"advantage": "grpo", "kl": {"coef": 0.0}}
     made = plan(folder, "8xH100", ppo=sections | {"minibatch_size": 64})

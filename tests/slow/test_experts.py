@@ -1,0 +1,51 @@
+"""Every recipe on mixtures of experts: pushed, resumed, exported, and read by plain vLLM."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration import experts
+from tests.integration.experts import ARCHITECTURES, DTYPES, RECIPES
+from tests.integration.task import read_metrics
+from tests.integration.test_workers import assert_agrees_with_one_worker, run_workers
+from tests.tiny import tiny_experts
+
+STEPS = [("float32", 0), ("float32", 2), ("float32", 3)]
+"""Dtype and ZeRO stage."""
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return experts.write(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_is_resumed_and_its_export_is_what_plain_vllm_and_transformers_read(
+    folder: Path, recipe: str, dtype: str
+):
+    experts.fit(folder, recipe, dtype, num_steps=1)
+    run = experts.fit(folder, recipe, dtype)
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    group = "train" if recipe in ("sft", "dpo") else "ppo"
+    for row in rows:
+        assert 1.0 <= row[f"{group}/router_load_max"] <= 2.0  # two of four experts
+        assert 0.0 < row[f"{group}/router_entropy"] < 1.387  # ln 4
+    gaps = [row["mismatch/probe_gap_max"] for row in rows if "mismatch/probe_gap_max" in row]
+    assert gaps
+    assert max(gaps) < {"float32": 1e-3, "bfloat16": 0.3}[dtype]
+    assert experts.gap_of_plain_vllm(run / "policy") < 1e-3
+
+
+def test_a_step_that_balances_the_experts_is_that_of_one_worker(tmp_path: Path):
+    tiny_experts(tmp_path / "policy", "qwen3_moe")
+    one, two = (
+        run_workers(tmp_path, count, STEPS, learner={"router_aux_coef": 0.5}) for count in (1, 2)
+    )
+    for case in STEPS:
+        assert one[case]["figures"]["ppo/router_aux_loss"] > 2.0
+        assert_agrees_with_one_worker(one[case], two[case], *case)
