@@ -88,8 +88,9 @@ class WorkersSection(Config):
     because its gain has not been measured yet; the first step takes longer."""
     router_aux_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of a loss that balances the load of a mixture's experts (Switch Transformer,
-    arXiv:2101.03961 eq. 4). Loads are counted over the response tokens of the whole optimizer step,
-    in each layer, and the loss is the mean over layers. It needs one more forward pass in each
+    arXiv:2101.03961 eq. 4). Loads are counted over all tokens after the prompts of the whole
+    optimizer step, also over those that other losses leave out (tools, truncated responses), in
+    each layer, and the loss is the mean over layers. It needs one more forward pass in each
     optimizer step. 0 means no such loss: it can disturb the training of a model that is balanced
     already."""
     max_skipped_updates: int = Field(default=3, ge=0)

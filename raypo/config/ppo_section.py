@@ -243,8 +243,8 @@ class PPOSection(Config):
         default=1.0, gt=0.0, le=1.0
     )
     """Fraction of the step's tokens, those of highest entropy before its updates, that keep their
-    policy gradient (0.2 in arXiv:2506.01939). The surrogate of all others is 0; their KL, their
-    entropy bonus, and their share of the denominator stay. 1 means all tokens."""
+    policy gradient (0.2 in arXiv:2506.01939). The surrogate of all others is 0; their KL in the
+    loss, their entropy bonus, and their share of the denominator stay. 1 means all tokens."""
     kl: KLSection = KLSection()
     covariance: CovarianceSection = CovarianceSection()
     shaping: Annotated[ShapingSection, unless("advantage", "gdpo")] = ShapingSection()

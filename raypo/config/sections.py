@@ -111,6 +111,14 @@ class SampledModelSection(TrainedModelSection):
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
 
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.head_dtype == "float32" and self.lora and "lm_head" in self.lora.target_modules:
+            yield (
+                "model.lora.target_modules (lm_head): a head in float32 takes no adapter. Set "
+                "model.head_dtype to model, or remove lm_head."
+            )
+
 
 class ReferenceModelSection(SampledModelSection):
     """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""

@@ -94,8 +94,8 @@ class RouterBalance:
         entropies = torch.stack(self._entropies).sum(0).cpu()
         sums = self._workers.sum(torch.cat([of_worker.flatten(), entropies, loss[None]]))
         counts = sums[: of_worker.numel()].view_as(of_worker)
-        tokens = counts.sum(1) / self._top_k  # [L]
-        load = counts.amax(1) / counts.mean(1)
+        tokens = (counts.sum(1) / self._top_k).clamp(min=1.0)  # [L]
+        load = counts.amax(1) / (self._top_k * tokens / counts.shape[1])
         metrics = {
             f"{prefix}/router_load_max": float(load.max()),
             f"{prefix}/router_entropy": float((sums[counts.numel() : -1] / tokens).mean()),

@@ -31,42 +31,47 @@ class Routing:
         self._probabilities: dict[nn.Module, Tensor] = {}
         self._entropies: dict[nn.Module, Tensor] = {}
         self._states = torch.zeros(0)
+        self._weights: Tensor | None = None  # [N] of the current pass
         self._decisions: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the current pass
 
     def begin_pass(self, states: Tensor) -> None:
         """Set the tokens [M] of the next pass that count, as indices among its N tokens."""
         self.end_pass()
-        self._states = states
+        self._states, self._weights = states, None
 
     def record(self, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Keep the decisions of a layer: logits [N, E], weights [N, k] and indices [N, k].
 
-        Nothing is computed here, because activation checkpointing repeats a layer's forward pass
-        without this, and both must save the same tensors.
+        With a gradient nothing is computed here, because activation checkpointing repeats a layer's
+        forward pass without this, and both must save the same tensors.
         """
         logits, _, experts = output
-        self._decisions.append(
-            (router, logits if self._with_gradient else logits.detach(), experts)
-        )
+        if self._with_gradient:
+            self._decisions.append((router, logits, experts))
+            return
+        with torch.no_grad():
+            self._add(router, logits, experts)
 
     def end_pass(self) -> None:
         """Add the decisions of a pass to the sums."""
-        weights: Tensor | None = None
         for router, logits, experts in self._decisions:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if weights is None:
-                ones = torch.ones_like(self._states, dtype=logits.dtype)
-                weights = logits.new_zeros(len(logits)).index_add(0, self._states, ones)
-            log_p = logits.log_softmax(-1)
-            p, known = log_p.exp(), log_p.detach()
-            chosen = torch.zeros_like(known).scatter_(1, experts, 1.0)
-            for sums, value in (
-                (self._counts, weights @ chosen),
-                (self._probabilities, weights @ p),
-                (self._entropies, -(weights @ (p.detach() * known)).sum()),
-            ):
-                sums[router] = sums[router] + value if router in sums else value
+            self._add(router, logits, experts)
         self._decisions.clear()
+
+    def _add(self, router: nn.Module, logits: Tensor, experts: Tensor) -> None:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._weights is None:
+            ones = torch.ones_like(self._states, dtype=logits.dtype)
+            self._weights = logits.new_zeros(len(logits)).index_add(0, self._states, ones)
+        log_p = logits.log_softmax(-1)
+        p, constant = log_p.exp(), log_p.detach()
+        chosen = torch.zeros_like(constant).scatter_(1, experts, 1.0)
+        for sums, value in (
+            (self._counts, self._weights @ chosen),
+            (self._probabilities, self._weights @ p),
+            (self._entropies, -(self._weights @ (p.detach() * constant)).sum()),
+        ):
+            sums[router] = sums[router] + value if router in sums else value
 
     @property
     def counts(self) -> Tensor:
@@ -90,7 +95,7 @@ class Routing:
             counts: Tokens of each expert, [L, E], over the whole step and all workers.
             top_k: k.
         """
-        tokens = counts.sum(1, keepdim=True) / top_k
+        tokens = (counts.sum(1, keepdim=True) / top_k).clamp(min=1.0)
         mean = torch.stack([*self._probabilities.values()]) / tokens
         return (counts / tokens * mean).sum(1).mean() * counts.shape[1]
 

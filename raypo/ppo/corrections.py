@@ -194,7 +194,8 @@ def off_policy_tokens(
     its policy would hardly sample any more is not pushed further down. The tokens stay in the
     denominator of the loss, and in all its other terms.
 
-    A response with an unknown log-prob (NaN) counts as off-policy.
+    A row with an unknown log-prob (NaN) counts as off-policy, unless `ppo.old_log_probs: engine`
+    has left the token out. Each row of an episode counts as a response.
 
     Returns:
         off_policy: [B, T] bool, False where masked.

@@ -101,6 +101,10 @@ def test_the_choices_are_those_that_the_mathematics_has():
         ({"ppo__correction__kind": "tis", "rollout__top_k": 20}, "ppo.correction.kind (tis): "),
         ({"ppo__correction__kind": "mis", "rollout__min_p": 0.1}, "ppo.correction.kind (mis): "),
         (
+            {"model__head_dtype": "float32", "model__lora": {"target_modules": ["lm_head"]}},
+            "model.lora.target_modules (lm_head): ",
+        ),
+        (
             {"rollout__engine__quantization": "fp8", "model__dtype": "bfloat16"},
             "rollout.engine.quantization (fp8): engine and learner then give other",
         ),
