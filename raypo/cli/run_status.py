@@ -40,7 +40,8 @@ def status(
         try:
             sweep = sweep_status(files, now)
         except ConfigError as error:  # a sweep of an older version must not hide the other runs
-            return run and replace(run, recipe="sweep", notes=(f"Its config is invalid: {error}",))
+            notes, go_on = (f"Its config is invalid: {error}",), "correct its config"
+            return run and replace(run, recipe="sweep", notes=notes, go_on=go_on, log=None)
         return sweep or (run and as_trial(run, files))
 
     found: list[RunStatus] = []

@@ -59,6 +59,7 @@ def serve(
     from raypo.checks.model_checks import check_model
     from raypo.config import EngineSection, load_run_config
     from raypo.http_server import listen
+    from raypo.serving.vllm_arguments import with_head_dtype
     from raypo.storage.run_files import policy_of
 
     if ray:
@@ -96,7 +97,7 @@ def serve(
     run_openai_server(
         policy,
         name=name,
-        section=section,
+        section=with_head_dtype(section, getattr(of_run, "head_dtype", "model")),
         dtype=dtype or getattr(of_run, "dtype", "float32"),
         max_model_len=max_model_len,
         template_kwargs=template_kwargs,

@@ -148,7 +148,7 @@ off_policy_mask_threshold | = ppo.correction.off_policy_mask |
 sync_ref_model, ref_model_mixup_alpha, ref_model_sync_steps | | raypo's reference does not change.
 sapo_temperature_neg, sapo_temperature_pos | | raypo's `sapo` has the paper's temperatures, 1.05 and 1.0.
 vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg | | raypo's `vespo` has the constants of its paper.
-router_aux_loss_coef | learner.router_aux_coef | 0 unless it is set. The loss is a mean over the layers' own loads.
+router_aux_loss_coef | learner.router_aux_coef | raypo: 0 unless it is set. The loss is a mean over the layers' own loads.
 generation_kwargs | rollout.stop | raypo's sampling has temperature, top_p, top_k, min_p and stop.
 vllm_structured_outputs_regex | | Tokens would no longer come from the policy's distribution, which the ratios assume.
 chat_template_kwargs | = data.chat_template_kwargs |
@@ -308,8 +308,11 @@ actor_rollout_ref.rollout.max_model_len, actor_rollout_ref.rollout.prompt_length
 actor_rollout_ref.rollout.do_sample | rollout.temperature | false: 0, which training does not allow.
 actor_rollout_ref.rollout.ignore_eos | | A response ends at the end-of-sequence token.
 actor_rollout_ref.rollout.val_kwargs.top_k, actor_rollout_ref.rollout.val_kwargs.top_p | eval.temperature | Held-out prompts have the sampling of `rollout`, with a temperature of their own.
-actor_rollout_ref.rollout.multi_turn.enable, actor_rollout_ref.rollout.multi_turn.tool_config_path, actor_rollout_ref.rollout.multi_turn.interaction_config_path, actor_rollout_ref.rollout.multi_turn.function_tool_path, actor_rollout_ref.rollout.multi_turn.max_*, actor_rollout_ref.rollout.multi_turn.format, actor_rollout_ref.rollout.multi_turn.*, actor_rollout_ref.rollout.agent.default_agent_loop, actor_rollout_ref.rollout.agent.agent_loop_config_path, data.tool_config_path, data.function_tool_path | rollout.environment | Tools and turns are an environment (docs/environments.md) or `rollout.agent`.
-actor_rollout_ref.rollout.quantization, actor_rollout_ref.rollout.quantization_config_file, actor_rollout_ref.rollout.enable_rollout_routing_replay, *.router_replay.* | ppo.correction | Engine and learner then differ. raypo: `rollout.engine.quantization: fp8` with a correction, or the model's data type.
+actor_rollout_ref.rollout.multi_turn.enable | rollout.environment | Turns are an environment (docs/environments.md) or `rollout.agent`.
+actor_rollout_ref.rollout.agent.default_agent_loop | rollout.environment | Another loop than single_turn_agent is an environment (docs/environments.md) or `rollout.agent`.
+actor_rollout_ref.rollout.multi_turn.tool_config_path, actor_rollout_ref.rollout.multi_turn.interaction_config_path, actor_rollout_ref.rollout.multi_turn.function_tool_path, actor_rollout_ref.rollout.multi_turn.max_*, actor_rollout_ref.rollout.multi_turn.format, actor_rollout_ref.rollout.multi_turn.*, actor_rollout_ref.rollout.agent.agent_loop_config_path, data.tool_config_path, data.function_tool_path | rollout.environment | Tools and turns are an environment (docs/environments.md) or `rollout.agent`.
+actor_rollout_ref.rollout.quantization | rollout.engine.quantization | fp8 only. Engine and learner then differ: `ppo.correction.kind`.
+actor_rollout_ref.rollout.quantization_config_file, actor_rollout_ref.rollout.enable_rollout_routing_replay, *.router_replay.* | ppo.correction | Engine and learner then differ; raypo has no other quantisation than `rollout.engine.quantization` and no replay of routers.
 actor_rollout_ref.rollout.logprobs_mode | ppo.correction | The engine's log-probs are those of the full distribution.
 actor_rollout_ref.hybrid_engine | placement.mode | false: `dedicated`.
 actor_rollout_ref.rollout.mode, actor_rollout_ref.rollout.calculate_log_probs | ~ | Responses are always sampled by asynchronous engines, with their log-probs.

@@ -57,7 +57,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         keys, value = known_keys(model), detail["input"]
         below = flatten({key: value}) if isinstance(value, Mapping) else {}
         # If the key is a whole section of another project, like verl's actor_rollout_ref, explain
-        # unknown_key key in it.
+        # each key in it.
         unknown = (
             below if any(remedy_for_foreign(unknown_key, keys) for unknown_key in below) else [key]
         )
@@ -93,6 +93,13 @@ def _remedy(key: str, errors: Sequence[Any]) -> str:
 _BOUNDS = {"ge": "to at least", "gt": "above", "le": "to at most", "lt": "below"}
 
 
+_GONE = {
+    "resources": ("max_concurrent", "Remove it, and set max_concurrent if trials have to wait."),
+    "share_batches": ("max_concurrent", "Remove it: trials on the same engines take turns."),
+}
+"""Remedies for removed keys that no other key resembles, each with a key of the same config."""
+
+
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
@@ -106,6 +113,9 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     Only the last parts of keys are compared by spelling, because whole keys of one section are all
     similar.
     """
+    beside, remedy = _GONE.get(key.partition(".")[0], ("", ""))
+    if beside in known:
+        return remedy
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     words = set(name.split("_"))

@@ -59,7 +59,7 @@ class EngineSection(Config):
     """Precision of the engines' linear layers, except the output head. fp8: 8-bit floating point,
     with a scale for each output channel on CPUs and for each block of 128 x 128 weights on GPUs.
     Every push is quantised anew. The learner keeps `model.dtype`, which has to be bfloat16, so
-    PPO requires `ppo.correction.kind`. null: `model.dtype`."""
+    PPO requires `ppo.correction.kind`, or `ppo.old_log_probs: engine`. null: `model.dtype`."""
     seeds: Literal["request", "engine"] = "request"
     """Random seeds of training samples. request: one seed per sample. A sample then does not depend
     on its batch, and a run that is repeated or resumed draws the same samples. engine: one random
@@ -79,6 +79,14 @@ class EngineSection(Config):
     def sleeps(self) -> bool:
         """True if models share a GPU's memory in turns; False while `sleep` is auto."""
         return self.sleep is True
+
+    def problems_of_dtype(self, dtype: str) -> Iterator[str]:
+        """Yield what is wrong with `quantization` for a model of this `model.dtype`."""
+        if self.quantization and dtype != "bfloat16":
+            yield (
+                f"rollout.engine.quantization ({self.quantization}): vLLM quantises bfloat16 "
+                f"weights, but model.dtype is {dtype}. Set model.dtype to bfloat16."
+            )
 
     def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:
         """Return the number of engines to start."""

@@ -352,11 +352,7 @@ class OnlineConfig(RecipeConfig):
                 "colocated engines take turns with the learner. Set placement.mode to dedicated "
                 "(or to {engine: dedicated}), or rollout.mode to sync."
             )
-        if engine.quantization and self.model.dtype != "bfloat16":
-            yield (
-                f"rollout.engine.quantization ({engine.quantization}): vLLM quantises bfloat16 "
-                f"weights, but model.dtype is {self.model.dtype}. Set model.dtype to bfloat16."
-            )
+        yield from engine.problems_of_dtype(self.model.dtype)
         if engine.quantization and self.pushes_adapter:
             yield (
                 f"rollout.engine.quantization ({engine.quantization}): nobody has tried adapters "
@@ -632,7 +628,8 @@ class PPOConfig(OnlineConfig):
                 f"{cutting} ({at:g}) truncates the engine's distribution. Set {cutting} to "
                 f"{usual}, or {key} to {off}."
             )
-        if (quantized := self.rollout.engine.quantization) and section.kind == "none":
+        quantized = self.rollout.engine.quantization
+        if quantized and not self.ppo.allows_for_staleness:
             yield (
                 f"rollout.engine.quantization ({quantized}): engine and learner then give other "
                 "log-probs to the same tokens, and ppo.correction.kind (none) does not correct "

@@ -120,6 +120,10 @@ class PolicyExamplesConfig(ExamplesConfig):
     rollout: SamplingSection = SamplingSection()
     eval: EvalSection = EvalSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self.rollout.engine.problems_of_dtype(self.model.dtype)
+
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of a prompt and its response."""

@@ -42,7 +42,7 @@ and after training. Longer ones are cut."""
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
     """Add a table of held-out responses of the first and the last saved evaluation to the section.
 
-    With fewer than two evaluations nothing is added.
+    Nothing is added with fewer than two evaluations, or if no prompt has a score in both.
     """
     compared = held_out_change(files)
     if compared is None:

@@ -236,7 +236,9 @@ class RolloutController:
             return
         batches, state = read_batches(path, self.source.stream.items)
         self.source.stream.load_state_dict(state["stream"])
-        self.source.load_counts(**state["sample_counts"])
+        # Earlier versions saved some names with an underscore.
+        counts = {name.lstrip("_"): count for name, count in state["sample_counts"].items()}
+        self.source.load_counts(**counts)
         self._begins |= {int(step): draw for step, draw in state["begins"].items()}
         self._batches |= batches
 

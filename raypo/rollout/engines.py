@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.concurrency import background_future, daemon_future
+from raypo.concurrency import background_future
 from raypo.serving.client import Completions, EngineClient, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -62,6 +61,7 @@ class Pushes:
         self._count = 0
         self._is_running = False
         self._wanted: NoReplicaLeft | None = None
+        self._waiting: list[Future[None]] = []
         self._changed = threading.Condition()
 
     @contextmanager
@@ -76,6 +76,10 @@ class Pushes:
                 self._is_running = False
                 self._count += 1
                 self._changed.notify_all()
+                waiting, self._waiting = self._waiting, []
+            for end in waiting:
+                if end.set_running_or_notify_cancel():
+                    end.set_result(None)
 
     def wait_for(self, answer: Future[Any], *, may_push: bool) -> bool:
         """Wait until a future is done, or until sampling needs another push to go on.
@@ -107,19 +111,16 @@ class Pushes:
         Returns:
             The number of pushes so far.
         """
-        if not self._is_running and self._count > after:
-            return self._count
-        # A thread of the default executor would keep a process alive whose last push has failed.
-        waiting = daemon_future(partial(self._wait, after, wanted), name="raypo-push")
-        return await asyncio.wrap_future(waiting)
-
-    def _wait(self, after: int, wanted: NoReplicaLeft | None) -> int:
-        with self._changed:
-            if wanted is not None and self._count <= after and not self._is_running:
-                self._wanted = wanted
-                self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_running and self._count > after)
-            return self._count
+        while True:
+            with self._changed:
+                if not self._is_running and self._count > after:
+                    return self._count
+                if wanted is not None and not self._is_running:
+                    self._wanted = wanted
+                    self._changed.notify_all()
+                end: Future[None] = Future()
+                self._waiting.append(end)
+            await asyncio.wrap_future(end)
 
     def _notify(self) -> None:
         with self._changed:

@@ -28,6 +28,7 @@ from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
+from raypo.serving.vllm_arguments import with_head_dtype
 from raypo.types import Prompt
 
 
@@ -139,7 +140,9 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
     """Start an engine with the model's weights, and shut it down at the end."""
     engine = Engine(
         model,
-        section=config.rollout.engine,
+        section=with_head_dtype(
+            config.rollout.engine, getattr(config.model, "head_dtype", "model")
+        ),
         dtype=config.model.dtype,
         max_model_len=config.max_model_len,
         seed=config.seed,

@@ -12,6 +12,7 @@ from raypo.deployment.deployment import Deployment
 from raypo.serving.engine import Engine
 from raypo.serving.engine_sizes import max_requests_of
 from raypo.serving.frozen import ReferenceModel, RewardModel
+from raypo.serving.vllm_arguments import with_head_dtype
 from raypo.serving.vllm_frozen import VllmJudge, VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
 
@@ -35,11 +36,8 @@ def class_and_arguments(
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
         elif not isinstance(config, OnlineConfig) or not config.rollout.is_episodic:
             kwargs["whole_batches"] = True
-        if isinstance(config, OnlineConfig) and config.model.head_dtype == "float32":
-            extra = role.section.extra
-            overrides = {**(extra.get("hf_overrides") or {}), "head_dtype": "float32"}
-            changed = {"extra": {**extra, "hf_overrides": overrides}}
-            lengths["section"] = role.section.model_copy(update=changed)
+        if isinstance(config, OnlineConfig):
+            lengths["section"] = with_head_dtype(role.section, config.model.head_dtype)
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
     if role.kind == "judge":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,24 @@ def check_head_dtype(head_dtype: str) -> None:
             f"model.head_dtype ({head_dtype}): the installed vLLM computes all logits in "
             "model.dtype. Install vLLM 0.26 or later, or set model.head_dtype to model."
         )
+
+
+def with_head_dtype(section: EngineSection, head_dtype: str) -> EngineSection:
+    """Return the settings of engines that compute their logits in `model.head_dtype`.
+
+    Raises:
+        ConfigError: `extra.hf_overrides` is no mapping.
+    """
+    if head_dtype == "model":
+        return section
+    overrides = section.extra.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping):
+        raise ConfigError(
+            f"rollout.engine.extra.hf_overrides ({overrides!r}): has to be a mapping, because "
+            "model.head_dtype adds to it. Write it as one."
+        )
+    extra = {**section.extra, "hf_overrides": {**overrides, "head_dtype": head_dtype}}
+    return section.model_copy(update={"extra": extra})
 
 
 @cache

@@ -284,7 +284,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_of_list(text: str, offset: int) -> int | None:
-    """Return the end of the Python list that begins at `place`.
+    """Return the end of the Python list that begins at `offset`.
 
     The result is None if the list is incomplete.
     """

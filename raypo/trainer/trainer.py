@@ -230,9 +230,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         checked = self._checked(resolved)
-        scaling = scaling_of(checked, scaling_config)
-        if not scaling.use_gpu:
-            check_kernels(checked)
+        with self._without_leftovers():
+            scaling = scaling_of(checked, scaling_config)
+            if not scaling.use_gpu:
+                check_kernels(checked)
         self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None

@@ -141,6 +141,12 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
     assert re.search(r"\. (Set|Remove|Lower|Did you mean) .*[.?]$", message)
 
 
+def test_ratios_to_the_engine_need_no_correction_of_fp8():
+    keys = {"rollout__engine__quantization": "fp8", "model__dtype": "bfloat16"}
+    config = PPOConfig.parse(with_keys(**keys, ppo__old_log_probs="engine"))
+    assert config.rollout.engine.quantization == "fp8"
+
+
 def test_a_penalty_on_change_is_taken_where_something_can_have_changed():
     kl_cov = {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128}
     for more in ({"ppo__num_epochs": 2}, {"ppo__old_log_probs": "engine"}):

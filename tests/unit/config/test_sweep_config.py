@@ -68,6 +68,11 @@ def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_pa
     assert sweep.num_trials == 3
 
 
+def test_a_key_that_went_is_refused_with_what_to_write(base: Path):
+    assert "resources: there is no such key" in (message := refused(base, resources={"cpus": 2}))
+    assert message.endswith("set max_concurrent if trials have to wait.")
+
+
 def test_nested_and_dotted_spaces_are_the_same():
     nested = {"ppo": {"kl": {"coef": {"uniform": [0, 1]}}, "clip_low": {"choice": [1]}}}
     assert flat_space(nested) == {

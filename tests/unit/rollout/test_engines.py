@@ -162,6 +162,16 @@ def test_a_learner_that_waits_is_told_to_push_until_the_requests_are_served(time
     assert seeds(answer.result()) == [7]
 
 
+def test_requests_that_wait_for_a_push_need_no_threads():
+    pushes, engines = Pushes(), Calls(calls=[whole] * 200)
+    with pushes.push():
+        before = threading.active_count()
+        answers = [asking(engines, pushes).submit([request(n)]) for n in range(200)]
+        assert threading.active_count() <= before + 1  # the loop of this process
+        assert not any(answer.done() for answer in answers)
+    assert [seeds(answer.result(10)) for answer in answers] == [[n] for n in range(200)]
+
+
 def test_a_learner_that_has_updated_its_weights_cannot_push_them_again():
     pushes = Pushes()
     answer = asking(Calls(calls=[lost, whole]), pushes).generate([request(7)])

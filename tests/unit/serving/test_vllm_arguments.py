@@ -16,6 +16,7 @@ from raypo.serving.vllm_arguments import (
     check_extra,
     check_head_dtype,
     engine_argument_names,
+    with_head_dtype,
 )
 
 
@@ -55,6 +56,15 @@ def test_the_tables_name_engine_arguments_only():
     names = engine_argument_names()
     assert names is not None
     assert {*SET_BY, *FIXED} <= names
+
+
+def test_a_head_in_float32_joins_the_overrides_of_the_user():
+    section = EngineSection(extra={"hf_overrides": {"rope_theta": 2.0}})
+    assert with_head_dtype(section, "model") is section
+    overrides = with_head_dtype(section, "float32").extra["hf_overrides"]
+    assert overrides == {"rope_theta": 2.0, "head_dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"hf_overrides \('\{\}'\): has to be a mapping"):
+        with_head_dtype(EngineSection(extra={"hf_overrides": "{}"}), "float32")
 
 
 def test_without_vllm_a_name_is_checked_where_the_engine_starts(monkeypatch):

@@ -403,6 +403,10 @@ def test_turns_of_verl_are_no_run_of_single_responses():
     loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent"
     assert "rollout.environment" in todo(translated(f"{GROUPS} {loop}"))
     assert "environment" not in translated(f"{GROUPS} {turns}.max_assistant_turns=5")
+    unused = "data.tool_config_path=tools.yaml"
+    assert "rollout.environment" not in todo(translated(f"{GROUPS} {unused}"))
+    text = translated(f"{GROUPS} {turns}.enable=True {unused}")
+    assert "multi_turn.enable True" in text
 
 
 def test_a_value_of_policy_and_critic_is_kept(tmp_path: Path):
