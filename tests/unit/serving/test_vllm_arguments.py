@@ -107,13 +107,13 @@ def test_an_unknown_argument_is_refused_without_importing_vllm():
 
 
 def test_a_head_in_float32_is_refused_where_vllm_would_ignore_it(tmp_path, monkeypatch):
-    check_head_dtype("float32")  # the installed one does not
-
     source = tmp_path / "model_executor" / "layers" / "logits_processor.py"
     source.parent.mkdir(parents=True)
+    installed = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: installed)
+    source.write_text("self.head_dtype = config.head_dtype")
+    check_head_dtype("float32")
     source.write_text("class LogitsProcessor: ...")
-    old = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: old)
     check_head_dtype("model")
     with pytest.raises(ConfigError, match=r"model.head_dtype \(float32\): the installed vLLM"):
         check_head_dtype("float32")
