@@ -151,7 +151,7 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
     fleet.push(transport, 1)
     holds_up = fleet.dies.with_name("holds_up")
     holds_up.touch()
-    engines = PolicyEngines(EngineClient(fleet.handle), pushes)
+    engines = PolicyEngines(EngineClient(fleet.handle), pushes, joins=True)
     rollouts: list[Rollout] = []
     sampling = threading.Thread(
         target=lambda: rollouts.extend(Sampler(engines, Lossy(), SAMPLING).sample(DRAWS)),
