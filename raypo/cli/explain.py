@@ -39,10 +39,10 @@ def explain(
         typer.echo(f"ppo.preset: {key} sets these keys of the section ppo\n  {preset_text(key)}")
         return
     if key is None and recipe == "ppo":
-        found = [keys_at(key, root)[0] for key in FIRST_KEYS]
+        entries = [keys_at(key, root)[0] for key in FIRST_KEYS]
     else:
-        found = keys_at(key or "", root)
-    for entry in found:
+        entries = keys_at(key or "", root)
+    for entry in entries:
         _print(entry)
     if key == "ppo.preset":
         for name in PRESETS:

@@ -138,10 +138,10 @@ def _group(group: str, text: str) -> tuple[Node, int]:
             gpu = next((gpu for gpu in GPUS if gpu.name.lower() == kind.lower()), None)
             item_values = {**item_values, "gpu_gb": gpu.memory_gb} if gpu else {}
         if not item_values:
-            known = ", ".join(gpu.name for gpu in GPUS)
+            kinds = ", ".join(gpu.name for gpu in GPUS)
             raise _refusal(
                 text,
-                f"{item!r} is not NxKIND ({known}), NxGPUmG, NxCPU, mG, mT, mGbit or a number "
+                f"{item!r} is not NxKIND ({kinds}), NxGPUmG, NxCPU, mG, mT, mGbit or a number "
                 "of nodes",
             )
         for name, number in item_values.items():

@@ -174,7 +174,7 @@ _UNTRAINABLE = {
     "phimoe": "draws its experts at random in training, so log-probs could not be repeated",
     "reformer": "trains it on rows of a single length only",
 }
-"""What transformers (5.19) does with an architecture that prevents training, by model type."""
+"""Reasons why raypo cannot train an architecture as transformers (5.19) has it, by model type."""
 
 
 def check_trainable(key: str, path: str) -> None:

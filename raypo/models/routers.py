@@ -108,7 +108,7 @@ def top_k_of(model: Any) -> int | None:
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    return [each for each in model.modules() if type(each).__name__.endswith("TopKRouter")]
+    return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
 
 
 @contextmanager

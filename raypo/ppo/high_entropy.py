@@ -44,9 +44,9 @@ def with_high_entropy_tokens(
     mask, entropy = experience.counted, experience.entropy
     count = int(workers.sum(mask.sum()))
     most = max(int(ppo.top_entropy_fraction * count), 1)
-    own = entropy[mask]
+    entropies = entropy[mask]
     # A worker's other tokens cannot be among the largest of all workers.
-    (candidates,), _ = workers.gather_rows(own.topk(min(most, len(own))).values)
+    (candidates,), _ = workers.gather_rows(entropies.topk(min(most, len(entropies))).values)
     if not count:
         return experience.with_(high_entropy=torch.zeros_like(mask)), {}
     threshold = candidates.topk(most).values[-1].to(entropy)

@@ -69,8 +69,8 @@ def before_and_after_texts(section: Section, files: RunFiles) -> None:
     worse = [prompt for prompt in shared if gain(prompt) < 0]
     share = len(worse) / max(sum(gain(prompt) != 0 for prompt in shared), 1)
     shown_worse = evenly(worse, int(MAX_PROMPTS * max(share, 1 / 3)))
-    others = sorted((prompt for prompt in shared if prompt not in worse), key=num_equal)
-    shown = sorted([*others[: MAX_PROMPTS - len(shown_worse)], *shown_worse], key=num_equal)
+    not_worse = sorted((prompt for prompt in shared if prompt not in worse), key=num_equal)
+    shown = sorted([*not_worse[: MAX_PROMPTS - len(shown_worse)], *shown_worse], key=num_equal)
     tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(

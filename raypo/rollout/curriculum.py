@@ -95,9 +95,8 @@ class CurriculumStream(ShuffledStream[Prompt]):
         self._counts = np.full((2, len(prompts)), _PRIOR)  # Beta parameters: passed, failed
         self._settled = 0  # all draws before this one are in `_counts`
         # The index of a prompt is that in `items`.
-        self._outcomes: dict[
-            int, tuple[int, Outcome]
-        ] = {}  # later draw -> prompt index and outcome
+        # Prompt index and outcome of each later draw.
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}
         self._open: dict[int, int] = {}  # draw without an outcome yet -> prompt index
         self._chosen: tuple[int, list[int]] = (-1, [])  # newest block: first draw, indices
 

@@ -138,8 +138,8 @@ def _response(kind: str, index: int, answers: Sequence[str | None]) -> str | Non
         return answers[index]
     if kind == "empty":
         return ""
-    others = (answer for answer in answers if answer not in (None, answers[index]))
-    return next(others, NO_ANSWER)
+    wrong = (answer for answer in answers if answer not in (None, answers[index]))
+    return next(wrong, NO_ANSWER)
 
 
 def _rollout(prompt: Prompt, text: str, group: int, sample: int, tokenizer: Any) -> Rollout:

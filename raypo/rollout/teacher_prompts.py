@@ -43,10 +43,10 @@ def success(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
     The first such sample is shown. A sample's prompt is None if no other sample passes.
     """
     passed = [sample for sample in samples if sample.score >= PASSES]
-    others = [next((one for one in passed if one is not sample), None) for sample in samples]
+    solutions = [next((one for one in passed if one is not sample), None) for sample in samples]
     return [
-        other and with_solution(sample, other.response)
-        for sample, other in zip(samples, others, strict=True)
+        solution and with_solution(sample, solution.response)
+        for sample, solution in zip(samples, solutions, strict=True)
     ]
 
 
@@ -87,11 +87,11 @@ def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
         return f"{shown}\n\n{rollout.prompt}"
     request = f"{shown}\n\nNow solve the problem yourself."
     messages = list(rollout.messages)
-    asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not asked:
+    of_user = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not of_user:
         return [*messages, {"role": "user", "content": request}]
-    last = messages[asked[-1]]
-    messages[asked[-1]] = {**last, "content": f"{last['content']}\n\n{request}"}
+    last = messages[of_user[-1]]
+    messages[of_user[-1]] = {**last, "content": f"{last['content']}\n\n{request}"}
     return messages
 
 

@@ -20,9 +20,9 @@ SET_BY = {
     "kv_cache_memory_bytes": "rollout.engine.kv_cache_gb",
     "max_lora_rank": "model.lora.rank",
     "max_loras": "model.lora",
-    "quantization": "rollout.engine.quantization",
     "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
     "model": "model.policy",
+    "quantization": "rollout.engine.quantization",
     "seed": "seed",
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
 }

@@ -202,12 +202,12 @@ class WorkerExtension:
             initialize_layerwise_reload(model)
         # While vLLM reloads, the model has the parameters of a checkpoint: without the scales of
         # quantised weights, which vLLM computes when a layer is complete. Tied ones are apart then.
-        now = _names_by_parameter(model)
-        names: set[str] = set().union(*now)
-        known: set[str] = set().union(*before)
+        of_checkpoint = _names_by_parameter(model)
+        checkpoint_names: set[str] = set().union(*of_checkpoint)
+        names_before: set[str] = set().union(*before)
         self.raypo_awaited = [
-            *filter(None, (shared & names for shared in before)),
-            *(shared for shared in now if shared.isdisjoint(known)),
+            *filter(None, (names & checkpoint_names for names in before)),
+            *(names for names in of_checkpoint if names.isdisjoint(names_before)),
         ]
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = self.raypo_group

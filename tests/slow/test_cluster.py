@@ -61,8 +61,8 @@ def nodes_of_engines(cluster: StartedCluster, *, prefix: tuple[str, ...] = ()) -
         timeout=120,
         check=True,
     )
-    found = json.loads(listed.stdout.strip().splitlines()[-1])
-    replicas = [entry for entry in found if entry[0].split(":")[-1].isdigit()]
+    actors = json.loads(listed.stdout.strip().splitlines()[-1])
+    replicas = [entry for entry in actors if entry[0].split(":")[-1].isdigit()]
     assert {name for name, _, _ in replicas} == {"raypo:tiny:engine:0", "raypo:tiny:engine:1"}
     assert {namespace for _, _, namespace in replicas} == {"raypo"}
     return {node for _, node, _ in replicas}

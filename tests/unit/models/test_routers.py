@@ -91,7 +91,7 @@ def test_loss_and_gradients_are_transformers_however_the_rows_are_cut(tmp_path: 
 def test_gradients_of_packed_rows_are_those_of_transformers_row_by_row(
     architecture: str, tmp_path: Path
 ):
-    """Of every expert and router, in float32, with a prompt that two rows share."""
+    """The test compares every expert and router, in float32, with a prompt of two rows."""
     build(CAUSAL, architecture, tmp_path)
     policy = load_causal_lm(str(tmp_path), dtype="float32")
     log_probs, _ = packed_log_probs(policy, pack(PROMPTS, RESPONSES), temperature=1.0)
