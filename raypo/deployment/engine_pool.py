@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -15,14 +15,13 @@ from raypo.cluster.actors import is_alive
 from raypo.deployment.handle import DeploymentHandle
 
 LOOK_EVERY_S = 0.5
-"""Interval, in seconds, at which a waiting run checks if all holders of a slot are dead."""
+"""Interval, in seconds, at which a waiting run checks if the holder of a slot is dead."""
 
 
 @dataclass(frozen=True)
 class Lease:
     """Permission of one run to use one slot of a deployment."""
 
-    number: int
     handle: DeploymentHandle
     before: str | None
     """Name of the other run that had the slot before, or None if no other run had it."""
@@ -31,15 +30,15 @@ class Lease:
 @dataclass(eq=False)
 class _Slot:
     handle: DeploymentHandle
-    holders: list[ActorHandle] = field(default_factory=list)
+    holder: ActorHandle | None = None
     run: str | None = None
 
 
 class EnginePool:
     """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
 
-    A slot is free when every worker that held it is dead. Then no push and no request of the
-    earlier run can still be in flight.
+    A slot is free when the worker that held it is dead, the only one of its run that calls engines.
+    Then no push and no request of the earlier run can still be in flight.
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
@@ -51,8 +50,7 @@ class EnginePool:
 
         Args:
             run: Name of the run.
-            holder: The worker that requests the lease. The lease lasts while any of its holders is
-                alive.
+            holder: The run's first worker. The lease lasts while it is alive.
             timeout_s: Seconds to wait for a free slot.
 
         Returns:
@@ -62,27 +60,22 @@ class EnginePool:
         while True:
             usable = [slot for slot in self._slots if not slot.handle.is_lost()]
             with self._lock:
-                free = [slot for slot in usable if not any(map(is_alive, slot.holders))]
+                free = [s for s in usable if s.holder is None or not is_alive(s.holder)]
                 if free:
-                    return self._give(free, run, holder)
+                    return self._leased(free, run, holder)
             if not usable or time.monotonic() > deadline:
                 return None
             time.sleep(LOOK_EVERY_S)
 
-    def _give(self, free: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
+    def _leased(self, free: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
         """Lease one of the free slots. A restarted run gets its earlier slot if that is free."""
-        slot = next((slot for slot in free if slot.run == run), free[0])
-        before = slot.run
+        leased = next((slot for slot in free if slot.run == run), free[0])
+        before = leased.run
         # Remove the run's name from its earlier slot, so that only one slot names the run.
-        for each in self._slots:
-            each.run = None if each.run == run else each.run
-        slot.run, slot.holders = run, [holder]
-        return Lease(self._slots.index(slot), slot.handle, before if before != run else None)
-
-    def hold(self, number: int, holder: ActorHandle) -> None:
-        """Add another worker of the run to the holders of a lease."""
-        with self._lock:
-            self._slots[number].holders.append(holder)
+        for slot in self._slots:
+            slot.run = None if slot.run == run else slot.run
+        leased.run, leased.holder = run, holder
+        return Lease(leased.handle, before if before != run else None)
 
     def runs(self) -> list[str]:
         """Return the name of the last run on each slot, sorted and without repetition."""
@@ -99,7 +92,7 @@ def start_engine_pool(handles: Sequence[DeploymentHandle]) -> ActorHandle:
         handles: One handle for each slot. A deployment that several runs may use at the same time
             occurs several times.
     """
-    # Each waiting run blocks a thread of the actor; `hold` must still get one.
+    # Each waiting run blocks a thread of the actor; `runs` must still get one.
     threads = 16 + len(handles)
     engine_pool: Any = ray.remote(EnginePool).options(num_cpus=0, max_concurrency=threads)
     return engine_pool.remote(handles)

@@ -1,54 +1,327 @@
-"""One replica of a deployment: a Ray actor around a plain object.
+"""One replica of a deployment: `ReplicaClient` in the callers' processes, and the actor `Replica`.
 
-Concurrency. The actor's methods are coroutines on one event loop, which never blocks, so health is
-reported while the object works. The object itself runs in threads:
+Concurrency in the caller's process: coroutines of `ReplicaClient` run on the background event loop
+(`raypo.concurrency`). While calls wait for a replica, one task of the loop checks its health. A
+replica that does not answer is killed. Its calls then fail, and Ray restarts it.
 
-- `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
-  methods.
-- `_control_pool`, one thread for control calls (a push of weights, sleep). Control calls run in
-  order. They never wait for the method of an ongoing call. They wait only while an ongoing call
-  runs its prerequisite, a method that restores the object's state (such as loading the weights).
-  If only one ongoing call is allowed, `_control_pool` is `_pool`.
+Concurrency in the actor: its methods are coroutines on one event loop, which never blocks, so
+health is reported while the object works. The object itself runs in threads:
 
-A daemon thread exports the number of calls as a gauge.
-
-If a method returns futures, the coroutine awaits them and no thread waits.
+- `_pool`, one thread for each ongoing request (`max_ongoing_requests`), builds the object and runs
+  its methods. If a method returns futures, the coroutine awaits them and no thread waits.
+- `_control_pool`, one thread for control calls (a push of weights, sleep), which run in order, and
+  for urgent requests. They wait for no other request, but for a prerequisite that is running: a
+  method that restores the object's state, such as loading the weights. If only one ongoing request
+  is allowed, `_control_pool` is `_pool`.
 
 If the process ends, Ray starts the actor again, in the same bundle and with the same environment.
-The object has then lost its earlier state. Each call brings a prerequisite (a method and its
-arguments) that restores the state.
+The object has then lost its state, which the prerequisite of the next request restores.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import threading
 import time
 import traceback
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from enum import Enum
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from raypo.cluster.actors import DeploymentError, ReplicaLost, is_lost_actor
 from raypo.cluster.devices import narrowed
+from raypo.concurrency import background_future, daemon_future
 from raypo.deployment.gauges import export_gauges
-from raypo.deployment.spec import Call, Deployment, Lost, Status, Unprepared
-from raypo.tracking.logs import log_to_file
+from raypo.deployment.spec import Call, Deployment, Status, Unprepared
+from raypo.tracking.logs import CONSOLE_KEY, log_to_file
+from raypo.tracking.trace import note_call
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate[Any, P], T]
+"""A method of the deployment's class, such as `Engine.submit`. Only its name is sent."""
+OnEntry = Callable[[int, Any], object]
+"""Callback `(index, result)` for results of a list of futures that are ready before the whole list
+is. Called from any thread, possibly twice for one index."""
+
+AVOID_S = 4.0
+"""Seconds after a replica was lost during which requests prefer all other replicas. While Ray 2.60
+restarts a replica, each call to it blocks for 2 s."""
+PROBE_TIMEOUT_S = 3.0
+"""Seconds after which a replica that does not answer counts as busy or starting."""
 ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
 """Longest time that `entries` waits for a further result, and its polling interval, in seconds."""
-KEPT_RESULTS = 32
-"""Number of finished calls whose value is kept, for callers that retry."""
+KEPT_REPLIES = 32
+"""Number of finished requests whose reply is kept, for callers that retry."""
 EXIT_DELAY_S = 0.2
 """Seconds before a replica ends its own process, so that its last replies are sent."""
+WITHOUT_OBJECT = {
+    "sleep": None,  # no memory to move
+    "wake_up": None,
+    "peak_memory": Unprepared("it is not built yet, and this call does not build it"),
+}
+"""Replies to control calls that a replica does not build its object for."""
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """What a caller knows of a replica that is not gone for good."""
+
+    STARTING = "starting"
+    """It has not replied yet. It may take `start_timeout_s` to reply to a health check."""
+    UP = "up"
+    """It has replied, and was not lost since."""
+    LOST = "lost"
+    """It was up and was lost. Ray restarts it."""
+
+
+class ReplicaClient:
+    """One process's view of one replica: a named actor, looked up at its first use."""
+
+    def __init__(self, limits: Deployment, namespace: str, index: int) -> None:
+        self.limits, self.namespace, self.index = limits, namespace, index
+        self.num_waiting = 0
+        """Calls of this process that wait for the replica."""
+        self.state = State.STARTING
+        self.gone: Exception | None = None
+        """Error of a replica that Ray does not restart."""
+        self._actor: ActorHandle | None = None
+        self._avoid_until = 0.0
+        self._down_since: float | None = None
+        self._health_checks: asyncio.Task[None] | None = None
+
+    def __reduce__(self) -> Any:
+        return ReplicaClient, (self.limits, self.namespace, self.index)
+
+    @property
+    def name(self) -> str:
+        """Name of the replica's actor."""
+        return f"{self.limits.name}:{self.index}"
+
+    @property
+    def is_avoided(self) -> bool:
+        """True if requests prefer other replicas, because this one was lost a moment ago."""
+        return time.monotonic() < self._avoid_until
+
+    @property
+    def down_s(self) -> float:
+        """Seconds that the replica has been lost or unresponsive, or 0 if it is neither."""
+        return 0.0 if self._down_since is None else time.monotonic() - self._down_since
+
+    def control(self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call a method ahead of queued requests. Control calls keep their order; none is retried.
+
+        Raises:
+            ReplicaLost: raised by the future: the replica is down, or ended before it replied.
+            DeploymentError: raised by the future: no reply within `request_timeout_s`.
+        """
+
+        async def reply() -> Any:
+            async with time_limit(self.limits), self._waiting_for(method.__name__):
+                control = self._remote().control
+                return self._value_of(await control.remote(method.__name__, args, kwargs))
+
+        return background_future(reply())
+
+    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
+        """Send a request and wait for the reply.
+
+        Raises:
+            Unprepared: the prerequisite of the request failed.
+            ReplicaLost: the replica ended before it replied.
+            Exception: whatever the replica's method raised.
+        """
+        reporting = None
+        try:
+            async with self._waiting_for(call.method):
+                ref = self._remote().call.remote(call)
+                if on_entry is not None:
+                    reporting = asyncio.create_task(self._report_entries(call, on_entry))
+                try:
+                    return self._value_of(await ref)
+                except asyncio.CancelledError:  # the caller gave up: the replica need not go on
+                    ray.cancel(ref)
+                    raise
+        finally:
+            if reporting is not None:
+                reporting.cancel()
+
+    async def is_up(self, timeout_s: float | None, *, kills: bool = False) -> bool:
+        """Check the health of the replica. It is not up while it starts, or if it has a problem.
+
+        Args:
+            timeout_s: Seconds to wait for the status. None means no limit.
+            kills: Whether to kill a replica that does not answer in time. A replica that is
+                starting is killed only after `start_timeout_s`.
+        """
+        try:
+            status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
+        except TimeoutError:
+            if kills:
+                self._down_since = self._down_since or time.monotonic()
+                limit = self.limits.start_timeout_s
+                if self.state is State.UP or (limit is not None and self.down_s > limit):
+                    self._kill(f"no answer to a health check in {timeout_s:g} s")
+            return False
+        except RayError as error:
+            self._note_error(error)
+            return False
+        self._note_reply(status.problem)
+        return status.problem is None
+
+    async def end(self, grace_s: float) -> None:
+        """End the replica for good, after ongoing requests have ended or `grace_s` has passed."""
+        if await self.is_up(PROBE_TIMEOUT_S):
+            with suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._remote().drain.remote(), grace_s)
+        with suppress(RayError):
+            ray.kill(self._remote())
+
+    def _remote(self) -> Any:
+        if self._actor is None:
+            try:
+                self._actor = ray.get_actor(self.name, self.namespace)
+            except ValueError as error:
+                raise RayActorError(error_msg=str(error)) from None
+        return self._actor
+
+    @asynccontextmanager
+    async def _waiting_for(self, method: str) -> AsyncIterator[None]:
+        """Check the health of the replica while a call waits for it, and trace the call."""
+        sent_at = time.time()
+        self.num_waiting += 1
+        if self._health_checks is None:
+            self._health_checks = asyncio.create_task(self._check_health())
+        try:
+            yield
+        except RayError as error:
+            self._note_error(error)
+            raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from None
+        finally:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self._health_checks.cancel()
+                self._health_checks = None
+        note_call(self.name, method, sent_at, time.time())
+
+    async def _check_health(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.health_check_period_s)
+            await self.is_up(self.limits.health_check_timeout_s, kills=True)
+
+    async def _report_entries(self, call: Call, on_entry: OnEntry) -> None:
+        num_seen = 0
+        with suppress(RayError):  # `send` finds out why
+            while True:
+                entries = await self._remote().entries.remote(call.id, num_seen)
+                num_seen += len(entries)
+                for index, entry in entries.items():
+                    await asyncio.to_thread(on_entry, index, entry)
+
+    def _value_of(self, reply: Any) -> Any:
+        """Return a reply, or raise it if it says that the replica cannot serve the call."""
+        if not isinstance(reply, ReplicaLost):
+            self._note_reply(None)
+            return reply
+        self._note_reply(None if isinstance(reply, Unprepared) else str(reply))
+        raise type(reply)(f"{self.name}: {reply}")
+
+    def _note_reply(self, problem: str | None) -> None:
+        if problem is not None:
+            self._note_lost(problem)
+            return
+        if self.state is State.LOST:
+            self._tell("is back", f"is back after {self.down_s:.0f} s")
+        self.state, self._avoid_until, self._down_since = State.UP, 0.0, None
+
+    def _note_error(self, error: Exception) -> None:
+        """Note that the replica restarts or is gone for good. Raise any other error."""
+        if not is_lost_actor(error):
+            raise error
+        if not isinstance(error, ActorUnavailableError):
+            self.gone = error
+        self._note_lost(str(error).partition("\n")[0])
+
+    def _note_lost(self, reason: str) -> None:
+        if self.state is State.UP:  # tell the user once
+            self._tell("was lost", f"was lost{'' if self.gone else ' and is restarted'}: {reason}")
+            self.state = State.LOST
+        now = time.monotonic()
+        self._avoid_until, self._down_since = now + AVOID_S, self._down_since or now
+
+    def _tell(self, event: str, text: str) -> None:
+        replica = f"{self.limits.role} {self.index}"
+        logger.warning("%s %s", replica, text, extra={CONSOLE_KEY: f"{self.name} {event}"})
+
+    def _kill(self, reason: str) -> None:
+        self._note_lost(f"{reason} (health_check_timeout_s), so it is killed")
+        ray.kill(self._remote(), no_restart=False)
+
+
+@asynccontextmanager
+async def time_limit(limits: Deployment) -> AsyncIterator[None]:
+    """Limit the time of a call, retries included, to `request_timeout_s`.
+
+    Raises:
+        DeploymentError: the time is over.
+    """
+    limit = asyncio.timeout(limits.request_timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():  # it is the method's own
+            raise
+        raise DeploymentError(
+            f"{limits.name}: no answer in {limits.request_timeout_s:g} s. Look at its log "
+            f"in the Ray dashboard, or raise placement.deployment.request_timeout_s."
+        ) from None
+
+
+class LocalReplica(ReplicaClient):
+    """A replica that is an object of this process, for handles without a deployment."""
+
+    def __init__(self, target: Any, index: int = 0) -> None:
+        super().__init__(Deployment("local", type(target), {}), "", index)
+        self._target = target
+
+    def control(self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call the method in a thread."""
+        function = getattr(self._target, method.__name__)
+        return daemon_future(lambda: function(*args, **kwargs), name="local-replica")
+
+    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
+        """Run the request in a thread. If its value is a list of futures, await them together."""
+
+        def run() -> Any:
+            if call.prerequisite is not None:
+                method, arguments = call.prerequisite
+                getattr(self._target, method)(*arguments)
+            return getattr(self._target, call.method)(*call.args, **call.kwargs)
+
+        value = await asyncio.wrap_future(daemon_future(run, name="local-replica"))
+        if isinstance(value, list) and all(isinstance(entry, Future) for entry in value):
+            value = await asyncio.gather(*map(asyncio.wrap_future, value))
+        return value
+
+    async def is_up(self, timeout_s: float | None, *, kills: bool = False) -> bool:
+        """Return True: the object is always up."""
+        return True
 
 
 class Replica:
-    """One replica. It runs each call id once, and reports its health."""
+    """The actor around the object. It runs each request id once, and reports its health."""
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
         """Build the object.
@@ -57,12 +330,13 @@ class Replica:
         """
         self._deployment, self._index, self._bundle = deployment, index, bundle
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
-        self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
-        self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """Results of each call that returned a list of futures: (index in the list, result), in the
-        order in which they became ready."""
-        self._preparing = threading.Lock()
-        """Held while the object is built, and while a prerequisite or a control call runs."""
+        self._replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self._entries: dict[str, list[tuple[int, Any]]] = {}
+        """Results of each request that returned a list of futures: (index in the list, result), in
+        the order in which they became ready."""
+        self._lock = threading.Lock()
+        """Held while the object is built, and while a prerequisite or a control call runs. Without
+        it, a prerequisite that loads the last push could overwrite the weights of a newer one."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
@@ -78,7 +352,7 @@ class Replica:
         if deployment.takes_turns and is_restart:
             return
         try:
-            self._pool.submit(self._built).result()
+            self._pool.submit(self._build).result()
         except Exception:
             if not is_restart:
                 raise
@@ -90,34 +364,51 @@ class Replica:
             return f"{type(self).__name__}(not built)"
         return repr(self._target)
 
-    async def call(self, call: Call) -> Any:
-        """Run a method of the object. A call whose id is known is not run again.
+    async def control(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a control call (see the module's docstring).
 
         Returns:
-            The method's value, or `Unprepared` if the call's prerequisite failed, or `Lost` if the
-            method failed and the object cannot serve further calls.
+            The method's value, or `ReplicaLost` if the object cannot go on.
         """
-        value = self._calls.get(call.id)
-        if value is None or value.cancelled():
-            value = asyncio.ensure_future(self._value(call))
-            self._calls[call.id] = value
+
+        def run() -> Any:
+            with self._lock:
+                if self._target is None and method in WITHOUT_OBJECT:
+                    return WITHOUT_OBJECT[method]
+                return getattr(self._built(), method)(*args, **kwargs)
+
+        try:
+            return await asyncio.wrap_future(self._control_pool.submit(run))
+        except Exception as error:
+            return self._reply_to(error)
+
+    async def call(self, call: Call) -> Any:
+        """Run a request. One whose id is known is not run again.
+
+        Returns:
+            The method's value, or `Unprepared` if the prerequisite failed, or `ReplicaLost` if the
+            object cannot go on.
+        """
+        reply = self._replies.get(call.id)
+        if reply is None or reply.cancelled():
+            reply = self._replies[call.id] = asyncio.ensure_future(self._reply(call))
             self._forget_old()
-        return await value  # a caller that gives up cancels the call and its futures
+        return await reply  # a caller that gives up cancels the request and its futures
 
     async def entries(self, id: str, num_seen: int) -> dict[int, Any]:
-        """Wait briefly for further results of a call that returned a list of futures.
+        """Wait briefly for further results of a request that returned a list of futures.
 
         Args:
-            id: Id of the call.
-            num_seen: Number of results that were ready at the caller's last request.
+            id: Id of the request.
+            num_seen: Number of results that were ready at the caller's last question.
 
         Returns:
             The new results by their index in the list.
         """
         end = time.monotonic() + ENTRIES_WAIT_S
-        while len(self._ready.get(id, ())) <= num_seen and time.monotonic() < end:
+        while len(self._entries.get(id, ())) <= num_seen and time.monotonic() < end:
             await asyncio.sleep(ENTRIES_POLL_S)
-        return dict(self._ready.get(id, [])[num_seen:])
+        return dict(self._entries.get(id, [])[num_seen:])
 
     async def status(self) -> Status:
         """Return location, load and problem of this process. A process with a problem then ends."""
@@ -128,67 +419,70 @@ class Replica:
         return Status(node_id, os.getpid(), self._bundle, self._num_calls(), problem)
 
     async def drain(self) -> None:
-        """Wait until all ongoing calls have ended."""
-        ongoing = [each for each in self._calls.values() if not each.done()]
+        """Wait until all ongoing requests have ended."""
+        ongoing = [reply for reply in self._replies.values() if not reply.done()]
         await asyncio.gather(*ongoing, return_exceptions=True)
 
-    async def _value(self, call: Call) -> Any:
-        running = (self._control_pool if call.is_control else self._pool).submit(self._run, call)
+    async def _reply(self, call: Call) -> Any:
+        pool = self._control_pool if call.is_urgent else self._pool
+        running = pool.submit(self._run, call)
         try:
             value = await asyncio.wrap_future(running)
-            if isinstance(value, list) and any(isinstance(each, Future) for each in value):
-                ready = self._ready[call.id] = []
+            if isinstance(value, list) and any(isinstance(entry, Future) for entry in value):
+                ready = self._entries[call.id] = []
                 value = await asyncio.gather(
-                    *(_recorded(index, each, ready) for index, each in enumerate(value))
+                    *(_recorded(index, entry, ready) for index, entry in enumerate(value))
                 )
+            return value
         except asyncio.CancelledError:
             # The thread still runs the method; cancel the futures that it may return.
             running.add_done_callback(_cancel_futures)
             raise
-        except Exception:
-            problem = self._problem()
-            if problem is None:
-                raise
-            value = Lost(problem)
-        if isinstance(value, Lost):
-            self._end_soon()
-        return value
+        except Exception as error:
+            return self._reply_to(error)
 
     def _run(self, call: Call) -> Any:
-        if self._target is None and call.method in ("sleep", "wake_up"):
-            return None  # no object yet, so no memory to move
-        if self._target is None and call.method == "peak_memory":
-            return Unprepared("it is not built yet, and this call does not build it")
-        try:
+        with self._lock:
             target = self._built()
-        except Exception as error:
-            traceback.print_exc()
-            return Lost(f"it could not be built: {type(error).__name__}: {error}")
-        try:
             if call.prerequisite is not None:
                 method, arguments = call.prerequisite
-                with self._preparing:
+                try:
                     getattr(target, method)(*arguments)
-        except Exception as error:
-            problem = self._problem()
-            return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
-        # Without the lock, a prerequisite that is fetching the last push could overwrite the
-        # weights of a newer push.
-        with self._preparing if call.is_control else nullcontext():
-            return getattr(target, call.method)(*call.args, **call.kwargs)
+                except Exception as error:
+                    raise Unprepared(f"{type(error).__name__}: {error}") from error
+        return getattr(target, call.method)(*call.args, **call.kwargs)
 
     def _built(self) -> Any:
-        """Return the object, which the first call builds. Library logs go to a file of the run."""
-        with self._preparing:
-            if self._target is None:
-                deployment, path = self._deployment, None
-                if deployment.logs_dir is not None:
-                    path = f"{deployment.logs_dir}/{deployment.role}_{self._index}.log"
-                    log_to_file(path)
-                self._target = deployment.cls(**deployment.kwargs)
-                if path is not None:
-                    log_to_file(path)  # libraries have added loggers of their own meanwhile
+        """Return the object, which the first call builds."""
+        if self._target is None:
+            try:
+                self._build()
+            except Exception as error:
+                traceback.print_exc()
+                raise _NotBuilt(
+                    f"it could not be built: {type(error).__name__}: {error}"
+                ) from error
         return self._target
+
+    def _build(self) -> None:
+        """Build the object. Library logs go to a file of the run."""
+        deployment, path = self._deployment, None
+        if deployment.logs_dir is not None:
+            path = f"{deployment.logs_dir}/{deployment.role}_{self._index}.log"
+            log_to_file(path)
+        self._target = deployment.cls(**deployment.kwargs)
+        if path is not None:
+            log_to_file(path)  # libraries have added loggers of their own meanwhile
+
+    def _reply_to(self, error: Exception) -> Exception:
+        """Return the reply to a call that failed, or raise its error if that is the caller's."""
+        problem = str(error) if isinstance(error, _NotBuilt) else self._problem()
+        if problem is not None:
+            self._end_soon()
+            return ReplicaLost(problem)
+        if isinstance(error, Unprepared):
+            return Unprepared(*error.args)
+        raise error
 
     def _problem(self) -> str | None:
         """Return the reason why the object cannot go on. None means that it can."""
@@ -207,28 +501,32 @@ class Replica:
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, _end_process)
 
     def _num_calls(self) -> int:
-        return sum(not each.done() for each in list(self._calls.values()))
+        return sum(not reply.done() for reply in list(self._replies.values()))
 
     def _forget_old(self) -> None:
-        done = [id for id, value in self._calls.items() if value.done()]
-        for id in done[:-KEPT_RESULTS]:
-            del self._calls[id]
-            self._ready.pop(id, None)
+        done = [id for id, reply in self._replies.items() if reply.done()]
+        for id in done[:-KEPT_REPLIES]:
+            del self._replies[id]
+            self._entries.pop(id, None)
+
+
+class _NotBuilt(RuntimeError):
+    """The object could not be built."""
 
 
 def _end_process() -> None:
     # Child processes may hang too, and hold a device: kill them first.
-    for each in multiprocessing.active_children():
-        each.kill()
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(1)
 
 
 def _cancel_futures(running: Future[Any]) -> None:
     if not running.cancelled() and running.exception() is None:
         value = running.result()
-        for each in value if isinstance(value, list) else ():
-            if isinstance(each, Future):
-                each.cancel()
+        for entry in value if isinstance(value, list) else ():
+            if isinstance(entry, Future):
+                entry.cancel()
 
 
 async def _recorded(index: int, future: Future[Any], ready: list[tuple[int, Any]]) -> Any:

@@ -134,5 +134,5 @@ def _held(info: dict[str, Any]) -> Resources:
     """Return the resources of a placement group, from its row in Ray's table."""
     held: Resources = {}
     for bundle in info["bundles"].values():
-        held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}
+        held |= {name: held.get(name, 0.0) + amount for name, amount in bundle.items()}
     return held

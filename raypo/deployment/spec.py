@@ -9,6 +9,8 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
+from raypo.cluster.actors import ReplicaLost
+
 Prerequisite = tuple[str, tuple[Any, ...]]
 """Method and arguments of a call that a replica makes to itself before it serves a call."""
 
@@ -80,30 +82,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """A method call to a replica. A retry has the same id, which makes the call idempotent."""
+    """A request to a replica. A retry has the same id, which makes the request idempotent."""
 
     method: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     prerequisite: Prerequisite | None = None
-    is_control: bool = False
-    """True for a control call. Control calls run in order in a separate thread, so they
-    overtake waiting requests."""
+    is_urgent: bool = False
+    """True for a request that runs ahead of queued ones, as control calls do."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-@dataclass(frozen=True)
-class Lost:
-    """Reply in place of a value: the replica has ended, or is about to end."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Unprepared:
-    """Reply of a replica whose prerequisite failed, for example an engine without weights."""
-
-    reason: str
+class Unprepared(ReplicaLost):
+    """The prerequisite of a request failed, for example on an engine without weights."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +107,6 @@ class Status:
     bundle: int
     """Index of its bundle in the placement group."""
     num_calls: int
-    """Number of calls that run or wait."""
+    """Number of requests that run or wait."""
     problem: str | None = None
     """Reason why the object cannot go on. The replica then ends its process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -145,17 +145,16 @@ class PolicyEngines:
         self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
         """Sample an exclusive batch, unless requests join running batches (`Engines.generate`)."""
-        ask = self.engines.submit if self.joins else self.engines.generate
-        return background_future(self._sample_all(ask, requests, on_completion))
+        return background_future(self._sample_all(requests, not self.joins, on_completion))
 
     def submit(self, requests: Sequence[SamplingRequest]) -> Completions:
         """Sample requests that join the running batch at any step."""
-        return background_future(self._sample_all(self.engines.submit, requests, None))
+        return background_future(self._sample_all(requests, False, None))
 
     async def _sample_all(
         self,
-        ask: Callable[[Sequence[SamplingRequest], OnCompletion | None], Completions],
         requests: Sequence[SamplingRequest],
+        alone: bool,
         on_completion: OnCompletion | None,
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
@@ -167,7 +166,11 @@ class PolicyEngines:
 
             pushes_before = await self.pushes.pushed() if self.pushes else 0
             try:
-                batch = ask([requests[n] for n in missing], on_completion and report)
+                batch = self.engines.submit(
+                    [requests[n] for n in missing],
+                    alone=alone,
+                    on_completion=on_completion and report,
+                )
                 values = await asyncio.wrap_future(batch)
             except NoReplicaLeft as error:
                 if self.pushes is None:

@@ -79,11 +79,12 @@ class ServiceGauges:
         if self._run.workers.rank > 0 or self._services.in_pool:
             return {}
         engines, stretches = self._services.engine.handle, {}
-        for name, answer in zip(engines.names, engines.control(Engine.stretch), strict=True):
+        answers = engines.control(Engine.stretch)
+        for engine, answer in zip(engines.replicas, answers, strict=True):
             for load, stretch in survivors([answer]):
-                stretches[name] = load, stretch
+                stretches[engine.name] = load, stretch
                 for begin, end in stretch.idle:
-                    note_call(name, "idle", begin, end)
+                    note_call(engine.name, "idle", begin, end)
         return self._engines_load.metrics(stretches)
 
     def memory(self) -> dict[str, float]:

@@ -92,7 +92,9 @@ def of_shared(
     # Shared deployments were started before any trial knew its GPUs, so their config still has
     # `auto` values.
     apart = roles_apart(with_auto_of(config, shared.config), shared.config)
-    usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
+    usable: list[str] = []
+    if workers.rank == 0:
+        usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers must use the same deployments
     handles = {role: shared.handles[role] for role in usable if role not in apart}
     if shared.engine_pool is not None and "engine" not in apart:
@@ -105,15 +107,15 @@ def of_shared(
 def borrow(
     shared: Shared, run_name: str, workers: Workers, *, timeout_s: float
 ) -> DeploymentHandle | None:
-    """Lease engines for all workers of this run, until the last of these workers is dead.
+    """Lease engines for this run until its first worker is dead, which makes all calls.
 
     Returns:
         The engines' handle, or None if no engines become free within `timeout_s`.
     """
-    engine_pool: Any = shared.engine_pool
-    this_worker = ray.get_runtime_context().current_actor
     lease: Lease | None = None
     if workers.rank == 0:
+        engine_pool: Any = shared.engine_pool
+        this_worker = ray.get_runtime_context().current_actor
         leased = engine_pool.lease.remote(run_name, this_worker, timeout_s)
         if not ray.wait([leased], timeout=SAY_AFTER_S)[0]:
             users = ", ".join(ray.get(engine_pool.runs.remote()))
@@ -126,21 +128,16 @@ def borrow(
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.
             survivors(lease.handle.control(Engine.drop_adapter, lease.before))
-    lease = workers.broadcast(lease)
-    if lease is None:
-        return None
-    if workers.rank > 0:
-        ray.get(engine_pool.hold.remote(lease.number, this_worker))
-    return lease.handle
+    return workers.broadcast(lease and lease.handle)
 
 
 def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:
     """Return the roles that both configs have, but with different deployments."""
-    mine, theirs = (
+    arguments, others = (
         {
             role.name: class_and_arguments(role, config)[1] | {"seed": None, "max_requests": None}
             for role in served_roles(config, num_workers=1, use_gpu=False)
         }
         for config in (one, other)
     )
-    return {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
+    return {name for name in arguments.keys() & others.keys() if arguments[name] != others[name]}

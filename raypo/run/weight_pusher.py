@@ -57,7 +57,7 @@ class WeightPusher:
             rollout.engine,
             colocated=config.placement.group_of("engine") == "colocated",
             share_gpus=config.engines_share_gpus,
-            kept=config.pushes_adapter,
+            keeps=config.pushes_adapter,
             in_flight=self._in_flight,
         )
         self._probe = Probe.of(

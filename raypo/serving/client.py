@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -38,91 +38,80 @@ Completions = Future[list[Completion]]
 
 
 @dataclass(frozen=True)
-class EngineClient:
-    """Client of a deployment of engines; any number of threads and processes may use it.
-
-    `generate` and `submit` call one engine, and are retried if this engine is lost. All other
-    methods call every engine and are never retried. What only a push or a single caller needs is
-    called by its method: `engines.handle.control(Engine.load_bucket, bucket)`.
-    """
-
-    handle: DeploymentHandle
-
-    def per_engine(self) -> list[EngineClient]:
-        """Return a client for each engine, which calls others only while that one is down."""
-        return [EngineClient(handle) for handle in self.handle.per_replica()]
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        """Sample an exclusive batch: no other request shares its steps (`Engine.submit`).
-
-        Args:
-            requests: The batch.
-            on_completion: Callback `(index, completion)` for completions that are ready before the
-                whole batch is. Called from any thread, possibly twice for one index.
-        """
-        handle = self.handle.reporting(on_completion)
-        return handle.call(Engine.submit, requests, alone=True)
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        """Sample requests that join the running batch at any step (`Engine.submit`)."""
-        return self.handle.reporting(on_completion).call(Engine.submit, requests)
-
-    def sample_on_all(
-        self, requests: Sequence[SamplingRequest], *, joins: bool
-    ) -> list[list[Completion]]:
-        """Sample the same requests on every engine that is up. If none is up, wait for one.
-
-        Args:
-            requests: The requests.
-            joins: True lets the requests join running batches (`submit`). False makes them an
-                exclusive batch.
-
-        Returns:
-            The completions of each engine. An engine that was just lost is left out: after its
-            restart it loads the required pushes before its first request.
-        """
-        answers = survivors(self.handle.call_all(Engine.submit, requests, alone=not joins))
-        return answers or [self.handle.call(Engine.submit, requests, alone=not joins).result()]
-
-    def require(self, *pushes: WeightSnapshot) -> None:
-        """Set the pushes that an engine loads before each request, if it lacks them."""
-        self.handle.require(Engine.hold if pushes else None, *pushes)
-
-    @property
-    def required(self) -> tuple[WeightSnapshot, ...]:
-        """The pushes that `require` was last called with."""
-        return self.handle.required
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until every engine has started (`DeploymentHandle.wait`)."""
-        self.handle.wait(timeout_s)
-
-    def sleep(self, *, before_push: bool = False) -> list[Future[None]]:
-        """Free the GPU's memory (`Engine.sleep`)."""
-        return self.handle.control(Engine.sleep, before_push=before_push)
-
-    def wake_up(self, part: Any = None) -> list[Future[None]]:
-        """Reallocate GPU memory for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
-        return self.handle.control(Engine.wake_up, part)
-
-    def peak_memory(self) -> list[Future[dict[str, float]]]:
-        """Return the peak memory of each engine's processes, in GB."""
-        return self.handle.control(Engine.peak_memory)
-
-
-@dataclass(frozen=True)
-class FrozenClient:
-    """Client of a deployment of a frozen model: reference, teacher, reward model or judge."""
+class ServiceClient:
+    """Client of a deployment: the part that engines and frozen models share."""
 
     handle: DeploymentHandle
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started (`DeploymentHandle.wait`)."""
         self.handle.wait(timeout_s)
+
+    def peak_memory(self) -> list[Future[dict[str, float]]]:
+        """Return the peak memory of each replica's processes, in GB."""
+        return self.handle.control(FrozenModel.peak_memory)  # only the name of the method is sent
+
+
+class EngineClient(ServiceClient):
+    """Client of a deployment of engines; any number of threads may use it.
+
+    `submit` calls one engine, and is retried if this engine is lost. All other methods call every
+    engine and are never retried. What only a push or a single caller needs is called by its method:
+    `engines.handle.control(Engine.resume)`.
+    """
+
+    def per_engine(self) -> list[EngineClient]:
+        """Return a client for each engine, which calls others only while that one is down."""
+        return [EngineClient(handle) for handle in self.handle.per_replica()]
+
+    def submit(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        alone: bool = False,
+        on_completion: OnCompletion | None = None,
+    ) -> Completions:
+        """Sample requests on one engine (`Engine.submit`).
+
+        Args:
+            requests: The requests.
+            alone: Whether they form an exclusive batch. Otherwise they join the running batch.
+            on_completion: Callback `(index, completion)` for completions that are ready before the
+                whole list is. Called from any thread, possibly twice for one index.
+        """
+        return self.handle.reporting(on_completion).call(Engine.submit, requests, alone=alone)
+
+    def sample_on_all(
+        self, requests: Sequence[SamplingRequest], *, alone: bool
+    ) -> list[list[Completion]]:
+        """Sample the same requests on every engine that is up. If none is up, wait for one.
+
+        Args:
+            requests: The requests.
+            alone: See `submit`.
+
+        Returns:
+            The completions of each engine. An engine that was just lost is left out: after its
+            restart it loads the required pushes before its first request.
+        """
+        answers = survivors(self.handle.call_all(Engine.submit, requests, alone=alone))
+        return answers or [self.submit(requests, alone=alone).result()]
+
+    def require(self, *pushes: WeightSnapshot) -> None:
+        """Set the pushes that an engine loads before each request, if it lacks them."""
+        self.handle.require(Engine.hold if pushes else None, *pushes)
+
+    def sleep(self, *, before_push: bool = False) -> list[Future[None]]:
+        """Free the GPU's memory (`Engine.sleep`)."""
+        return self.handle.control(Engine.sleep, before_push=before_push)
+
+    def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> list[Future[None]]:
+        """Reallocate GPU memory for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
+        return self.handle.control(Engine.wake_up, part)
+
+
+class FrozenClient(ServiceClient):
+    """Client of a deployment of a frozen model: reference, teacher, reward model or judge."""
 
     # Only method names are sent, and `TorchModel` and `VllmModel` have the same methods.
     def sleep(self) -> list[Future[None]]:
@@ -132,10 +121,6 @@ class FrozenClient:
     def wake_up(self) -> list[Future[None]]:
         """Reallocate the GPU memory of every replica."""
         return self.handle.control(TorchModel.wake_up)
-
-    def peak_memory(self) -> list[Future[dict[str, float]]]:
-        """Return the peak memory of each replica's processes, in GB."""
-        return self.handle.control(FrozenModel.peak_memory)
 
     def _split(
         self,
@@ -187,9 +172,8 @@ class ReferenceClient(FrozenClient):
         self, sequences: Sequence[Ids], count: int, vocabulary: int
     ) -> Future[list[TopTokens]]:
         """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
-        each_alone = range(len(sequences))
-        method = ReferenceModel.top_log_probs
-        return self._split(method, sequences, each_alone, count=count, vocabulary=vocabulary)
+        method, groups = ReferenceModel.top_log_probs, range(len(sequences))
+        return self._split(method, sequences, groups, count=count, vocabulary=vocabulary)
 
 
 class JudgeClient(FrozenClient):

@@ -339,7 +339,7 @@ class Engine:
             self.pause(start.in_flight)
             self._paused_by = start.id
         self._was_pushed_to, self._arriving, self._arrived = True, start, []
-        self._let_go(f"the push of version {start.version} failed half-way")
+        self._drop_version(f"the push of version {start.version} failed half-way")
         return Ready.merged(self._processes.ask("raypo_begin_push"))
 
     @_between_steps
@@ -450,7 +450,7 @@ class Engine:
         self._loop.give_back_running()
         if not self._serving.asleep:
             if before_push:
-                self._let_go("its weights were dropped before a push")
+                self._drop_version("its weights were dropped before a push")
             if self._can_sleep:
                 with self._processes.vllms_own_call():
                     self._llm.sleep(level=2 if self._serving.version is None else 1)
@@ -523,34 +523,34 @@ class Engine:
             RuntimeError: the engine was started without adapters, or is broken.
         """
         # Checked here without a lock to save fetches, and again by `_load_all` on the vLLM thread.
-        missing = [kept for kept in pushes if not self._holds(kept)]
-        found = [(kept, kept.fetch()) for kept in missing]
-        if any(push is None for _, push in found):
+        missing = [snapshot for snapshot in pushes if not self._holds(snapshot)]
+        fetched = [(snapshot, snapshot.fetch()) for snapshot in missing]
+        if any(push is None for _, push in fetched):
             raise WeightError("this engine has lost its weights, and no copy of them is stored.")
-        if found:
-            self._load_all(found, in_flight)
-        if self._paused_by in {kept.id for kept in pushes}:
+        if fetched:
+            self._load_all(fetched, in_flight)
+        if self._paused_by in {snapshot.id for snapshot in pushes}:
             self.resume()  # the push that paused it has ended; its call of `resume` may be lost
 
     @_between_steps
     def _load_all(
-        self, found: Sequence[tuple[WeightSnapshot, Any]], in_flight: InFlight | None
+        self, fetched: Sequence[tuple[WeightSnapshot, Any]], in_flight: InFlight | None
     ) -> None:
         """Load weights and adapter in one go, so that no request is sampled between the two."""
-        for kept, push in found:
-            if self._holds(kept):
+        for snapshot, push in fetched:
+            if self._holds(snapshot):
                 continue
-            if kept.adapter is None:
+            if snapshot.adapter is None:
                 self.load_weights(push)
                 continue
-            if (before := self._held.pop(kept.adapter, None)) is not None:
+            if (before := self._held.pop(snapshot.adapter, None)) is not None:
                 self._replaced.add(before)
             self.load_adapter(push, in_flight)
-            self._held[kept.adapter] = kept.id
+            self._held[snapshot.adapter] = snapshot.id
 
-    def _holds(self, kept: WeightSnapshot) -> bool:
+    def _holds(self, snapshot: WeightSnapshot) -> bool:
         """Return True if the engine holds this push or a newer one."""
-        return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
+        return self._held.get(snapshot.adapter) == snapshot.id or snapshot.id in self._replaced
 
     @_between_steps
     def drop_adapter(self, name: str) -> None:
@@ -573,7 +573,7 @@ class Engine:
             self._loop.call(self._end)
             self._loop.close()
 
-    def _let_go(self, why_not: str) -> None:
+    def _drop_version(self, why_not: str) -> None:
         """Drop the current version. The engine refuses to sample until a push ends."""
         self._serving.version, self._serving.why_not = None, why_not
         self._replaced.update(self._held.values())

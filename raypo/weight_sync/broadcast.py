@@ -16,7 +16,7 @@ from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.group import Group, group_store
 from raypo.weights.manifest import WeightError
-from raypo.weights.messages import CUMEM, Backend, BroadcastBucket, Rendezvous, StoredBucket
+from raypo.weights.messages import CUMEM, Backend, BroadcastBucket, Rendezvous
 
 
 class BroadcastTransport(Transport):
@@ -53,45 +53,41 @@ class BroadcastTransport(Transport):
         self._group: Group | None = None
         self._epoch = 0
 
-    def open(self, session: PushSession, workers: Workers) -> None:
-        """Form a new group on rank 0, unless all engines are in the current one."""
-        size = 1 + sum(each.num_workers for each in session.ready)
-        is_whole = all(each.epoch == self._epoch for each in session.ready)
-        is_present = self._group is not None and self._group.rendezvous.size == size
-        if workers.rank != 0 or (is_whole and is_present):
-            return
-        if self._backend == "nccl":
-            check_cumem(os.environ.get(CUMEM), [each.cumem for each in session.ready])
-        self._leave()
-        self._epoch += 1
-        with session.engines_reasons_first():
-            store = group_store(self._host, 0, self._timeout_s, is_host=True)
-            rendezvous = Rendezvous(
-                self._epoch, self._host, store.port, size, self._backend, self._timeout_s
-            )
-            session.pending = session.engines.control(Engine.join_group, rendezvous)
-            self._group = Group(rendezvous, rank=0, store=store, device=self._device)
-            session.settle()
-
-    def send(
+    def buckets(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
-    ) -> tuple[StoredBucket, ...]:
-        """Send all tensors from rank 0 (see `Transport.send`)."""
-        group = self._group
-        if workers.rank != 0 or group is None:
-            return ()
+    ) -> Iterator[BroadcastBucket]:
+        """Yield the buckets (see `Transport.buckets`). Once engines expect one, broadcast it."""
+        if workers.rank != 0:
+            return
         try:
-            with session.engines_reasons_first():
+            with session.preferring_engine_errors():
+                group = self._group_of(session)
                 for staged in stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device):
-                    bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
-                    session.specs += staged.specs
-                    session.pending = session.engines.control(Engine.load_bucket, bucket)
-                    group.broadcast(staged.flat, is_in_vain=lambda: bool(session.failures()))
+                    yield BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
+                    group.broadcast(staged.flat, has_failed=lambda: bool(session.failures()))
                     session.settle()
         except BaseException:
             self._leave()
             raise
-        return ()
+
+    def _group_of(self, session: PushSession) -> Group:
+        """Return the current group if all engines are in it, else form a new one."""
+        size = 1 + sum(engine.num_workers for engine in session.ready)
+        is_whole = all(engine.epoch == self._epoch for engine in session.ready)
+        if self._group is not None and self._group.rendezvous.size == size and is_whole:
+            return self._group
+        if self._backend == "nccl":
+            check_cumem(os.environ.get(CUMEM), [engine.cumem for engine in session.ready])
+        self._leave()
+        self._epoch += 1
+        store = group_store(self._host, 0, self._timeout_s, is_host=True)
+        rendezvous = Rendezvous(
+            self._epoch, self._host, store.port, size, self._backend, self._timeout_s
+        )
+        session.call(Engine.join_group, rendezvous)
+        self._group = Group(rendezvous, rank=0, store=store, device=self._device)
+        session.settle()
+        return self._group
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -99,16 +95,16 @@ class BroadcastTransport(Transport):
         self._group = None
 
 
-def check_cumem(own: str | None, engines: Sequence[str | None]) -> None:
+def check_cumem(learner: str | None, engines: Sequence[str | None]) -> None:
     """Refuse a group in which `NCCL_CUMEM_ENABLE` differs. NCCL would wait for ever, or crash.
 
     Raises:
         WeightError: an engine has another value than this learner worker.
     """
     for number, value in enumerate(engines):
-        if value != own:
+        if value != learner:
             raise WeightError(
-                f"{CUMEM} ({own or 'unset'} in the learner, {value or 'unset'} in engine "
+                f"{CUMEM} ({learner or 'unset'} in the learner, {value or 'unset'} in engine "
                 f"{number}): all members of an NCCL group need the same value. Set it in the "
                 "environment in which the Ray cluster starts, or set rollout.engine.transport to "
                 "object."

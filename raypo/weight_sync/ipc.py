@@ -9,12 +9,11 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.serving.engine import Engine
 from raypo.weight_sync.transport import PushSession, Transport, all_or_none
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
-from raypo.weights.messages import CudaHandle, IpcBucket, StoredBucket, device_uuid
+from raypo.weights.messages import CudaHandle, IpcBucket, device_uuid
 
 
 class IpcTransport(Transport):
@@ -34,30 +33,24 @@ class IpcTransport(Transport):
     ) -> None:
         super().__init__(in_flight=in_flight, bucket_bytes=bucket_bytes)
         self._device = device
-        self._readers: set[str] = set()
-        """UUIDs of the engines' GPUs."""
 
-    def open(self, session: PushSession, workers: Workers) -> None:
-        """Find the engines' GPUs.
+    def buckets(
+        self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
+    ) -> Iterator[IpcBucket]:
+        """Yield the buckets (see `Transport.buckets`). One is refilled once all have read it.
 
         Raises:
             WeightError: an engine's GPU has no learner worker.
         """
-        gpus = {gpu for engine in session.ready for gpu in engine.gpus}
-        self._readers, *_ = workers.gather(gpus)
-        writers = set(workers.gather(device_uuid(self._device)))
-        if missing := sorted(self._readers - writers):
+        uuid = device_uuid(self._device)
+        readers, *_ = workers.gather({gpu for engine in session.ready for gpu in engine.gpus})
+        writers = set(workers.gather(uuid))
+        if missing := sorted(readers - writers):
             raise WeightError(
                 f"engines run on GPU {', '.join(missing)}, but no learner worker does (they use "
                 f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
                 "rollout.engine.transport to object or nccl."
             )
-
-    def send(
-        self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
-    ) -> tuple[StoredBucket, ...]:
-        """Send all tensors. A bucket is refilled once all engines have read it."""
-        uuid = device_uuid(self._device)
         buckets = stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device)
         while True:
             with all_or_none(workers):
@@ -65,14 +58,13 @@ class IpcTransport(Transport):
                 torch.cuda.synchronize(self._device)
                 # Make a handle only if an engine will read it: CUDA keeps the memory of a handle
                 # until a process has opened and closed it.
-                handle = CudaHandle.of(staged.flat) if staged and uuid in self._readers else None
+                handle = CudaHandle.of(staged.flat) if staged and uuid in readers else None
             if staged is None:
                 torch.cuda.ipc_collect()
-                return ()
-            handles = {gpu: each for gpu, each in workers.gather((uuid, handle)) if each}
+                return
+            of_gpus = workers.gather((uuid, handle))
+            if workers.rank == 0:
+                handles = {gpu: handle for gpu, handle in of_gpus if handle is not None}
+                yield IpcBucket(handles, staged.entries)
             with all_or_none(workers):
-                if workers.rank == 0:
-                    session.specs += staged.specs
-                    bucket = IpcBucket(handles, staged.entries)
-                    session.pending = session.engines.control(Engine.load_bucket, bucket)
-                    session.settle()
+                session.settle()

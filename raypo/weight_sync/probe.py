@@ -131,14 +131,16 @@ def try_probe(
     """
     sampled: list[Completion] | None = None
     if workers.rank == 0:
-        of_engines = engine.sample_on_all(probe.requests(version), joins=probe.joins)
+        of_engines = engine.sample_on_all(probe.requests(version), alone=not probe.joins)
         sampled = [completion for batch in of_engines for completion in batch]
     completions: list[Completion] = workers.broadcast(sampled)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)
     pairs = zip(prompts, completions, strict=True)
-    batch = response_batch([Example(prompt, each.token_ids) for prompt, each in pairs])
-    engine_log_probs = pad_right([each.log_probs for each in completions], torch.float32)
+    batch = response_batch([Example(prompt, completion.token_ids) for prompt, completion in pairs])
+    engine_log_probs = pad_right(
+        [completion.log_probs for completion in completions], torch.float32
+    )
     gap = (learner.log_probs(batch) - engine_log_probs).abs()[batch.response_mask]
     metrics = {
         "mismatch/probe_gap_max": float(gap.max()),

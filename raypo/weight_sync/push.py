@@ -23,7 +23,6 @@ from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weight_sync.ipc import IpcTransport
 from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.store import WeightSnapshot
 
 
 class AdaptedLearner(Protocol):
@@ -43,7 +42,7 @@ def open_transport(
     *,
     colocated: bool,
     share_gpus: bool = False,
-    kept: bool = False,
+    keeps: bool = False,
     in_flight: InFlight | None = None,
 ) -> Transport:
     """Return the transport of `rollout.engine.transport` on this learner worker.
@@ -52,20 +51,20 @@ def open_transport(
         section: The section `rollout.engine` of the config.
         colocated: Whether the engines are on the learner workers' devices.
         share_gpus: Whether several engines share a GPU.
-        kept: Whether the weights are pushed once, and must stay available for engines that
+        keeps: Whether the weights are pushed once, and must stay available for engines that
             restart later.
         in_flight: Policy for requests in flight during a push. None means that there are none.
 
     Raises:
         ConfigError: the configured transport does not work here.
     """
-    if kept and section.transport not in ("auto", "object"):
+    if keeps and section.transport not in ("auto", "object"):
         raise ConfigError(
             f"rollout.engine.transport ({section.transport}): keeps no weights for engines that "
             "start later, but model.lora.push: adapter sends the base model only once. Set "
             "rollout.engine.transport to auto or object, or model.lora.push to merged."
         )
-    if kept:
+    if keeps:
         return ObjectTransport(in_flight=in_flight)
     kind = section.resolved_transport(
         colocated=colocated, use_gpu=torch.cuda.is_available(), share_gpus=share_gpus
@@ -112,15 +111,13 @@ def push_adapter(
     """
     # Push the base weights before the first adapter. Push them again if the actor that stored them
     # was lost, because engines may have been lost with it.
-    kept = transport.kept
-    if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
+    base = transport.kept
+    if not engines_have_base and workers.broadcast(base is None or base.fetch() is None):
         transport.push(learner.base_weights, engine, version=version, workers=workers)
     push = learner.adapter_push(name, version)
-    required: list[WeightSnapshot] = []
     if push is not None:
-        if transport.kept is not None:
-            required.append(transport.kept)
-        required.append(transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name))
+        adapter = transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name)
+        required = (adapter,) if transport.kept is None else (transport.kept, adapter)
         # Engines that are down load the adapter before their next request.
         survivors(engine.handle.control(Engine.hold, *required, in_flight=transport.in_flight))
-    engine.require(*workers.broadcast(required))
+        engine.require(*required)

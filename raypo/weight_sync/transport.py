@@ -2,13 +2,8 @@
 
 Rank 0 calls the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
 finally `finish_push`, which compares the manifest. An engine serves again only after the last call,
-so a push that fails in the middle leaves engines that refuse to sample.
-
-    WeightPusher.push                 (raypo.run) then wakes the engines and probes them
-      Transport.push                  repeats the push if an engine was lost
-        ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
-          DeploymentHandle.control    to all engines that take part, as any call
-            Engine.load_bucket        -> VllmProcesses.ask -> raypo_load_bucket -> load_weights
+so a push that fails in the middle leaves engines that refuse to sample. docs/architecture.md lists
+the functions between a recipe's page and vLLM's `load_weights`.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ from torch import Tensor
 from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.replica import ReplicaClient
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
-from raypo.weights.messages import PushStart, Ready, StoredBucket, WeightPush
+from raypo.weights.messages import OfferedBucket, PushStart, Ready, StoredBucket, WeightPush
 from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
@@ -45,7 +40,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class Transport:
-    """Base of the transports, which differ in how they prepare (`open`) and send (`send`)."""
+    """Base of the transports, which differ in the buckets that engines load (`buckets`)."""
 
     def __init__(
         self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
@@ -73,91 +68,102 @@ class Transport:
         """Send every tensor to every engine; all workers call it together, with equal tensors.
 
         If an engine is lost during the push, the push is repeated to the engines that are up then.
-        Afterwards each request of `engines` requires the pushed weights, so a restarted engine
-        loads them first.
+        Afterwards each request of rank 0 requires the pushed weights, so a restarted engine loads
+        them first.
 
         Args:
             weights: Function that yields whole tensors on any device. A tensor does not change
                 while it is referenced.
             engines: All engines of a run. Those that are down take no part.
             version: Version of the weights.
-            workers: The workers that call this together.
+            workers: The workers that call this together. Rank 0 calls the engines.
 
         Raises:
             WeightError: on every worker, if a tensor did not arrive as it was sent.
         """
         while True:
-            engines.require()
-            session = PushSession(engines.handle, version, self.in_flight)
+            session = PushSession(version, self.in_flight)
             try:
                 with all_or_none(workers):
                     if workers.rank == 0:
+                        engines.require()
                         self.kept = None
                         self.weight_store.forget()  # free the old version first
-                        session.begin()
+                        session.begin(engines.handle.up())
                 with all_or_none(workers), drained(weights()) as tensors:
-                    self.open(session, workers)
-                    buckets = self.send(tensors, session, workers)
+                    for bucket in self.buckets(tensors, session, workers):
+                        session.specs += bucket.specs
+                        session.call(Engine.load_bucket, bucket)
+                        if isinstance(bucket, StoredBucket):
+                            session.stored.append(bucket)
                     if workers.rank == 0:
                         manifest = session.finish()
                         self.kept = WeightSnapshot(session.id)
-                        if buckets:
-                            push = WeightPush(version, manifest, tuple(buckets), session.id)
+                        if session.stored:
+                            push = WeightPush(version, manifest, tuple(session.stored), session.id)
                             self.kept = self.weight_store.keep(push, id=push.id)
                 break
             except Exception as error:  # all workers fail together
                 if not workers.broadcast(isinstance(error, ReplicaLost)):
                     raise
                 time.sleep(RETRY_S)
-        engines.require(workers.broadcast(self.kept))
+        if self.kept is not None:
+            engines.require(self.kept)
 
-    def open(self, session: PushSession, workers: Workers) -> None:
-        """Prepare to send to the engines that take part. All workers call it."""
-
-    def send(
+    def buckets(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
-    ) -> Sequence[StoredBucket]:
-        """Send all tensors, and wait until the engines have loaded them. All workers call it.
+    ) -> Iterator[OfferedBucket]:
+        """Yield all tensors in buckets on rank 0, and nothing elsewhere. All workers iterate.
 
-        Returns:
-            The buckets, on rank 0, if they stay available for engines that restart later. Empty
-            otherwise.
+        Engines begin to load a bucket when it is yielded. Before this method changes the memory of
+        the bucket, it waits for them (`PushSession.settle`).
         """
         raise NotImplementedError
 
 
 @dataclass
 class PushSession:
-    """Rank 0's side of a push: it calls all engines and collects their replies."""
+    """Rank 0's side of a push: it calls the engines that take part, and collects their replies."""
 
-    engines: DeploymentHandle
-    """Engines of the push. `begin` narrows them to those that are up."""
     version: int
     in_flight: InFlight | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the push."""
+    engines: Sequence[ReplicaClient] = ()
+    """The engines that take part: those that were up when the push began."""
     ready: list[Ready] = field(default_factory=list)
     """The engines' replies to `begin_push`."""
     pending: Sequence[Future[Any]] = ()
     """Futures of the last call, one for each engine."""
     specs: list[TensorSpec] = field(default_factory=list)
     """Specs of the tensors that were sent so far."""
+    stored: list[StoredBucket] = field(default_factory=list)
+    """Buckets that stay available for engines that restart later."""
 
-    def begin(self) -> None:
-        """Begin the push on all engines that are up; they then drop their old weights."""
-        self.engines = self.engines.up()
-        start = PushStart(self.version, self.id, self.in_flight)
-        self.ready = [call.result() for call in self.engines.control(Engine.begin_push, start)]
+    def begin(self, engines: Sequence[ReplicaClient]) -> None:
+        """Begin the push on these engines, which then drop their old weights."""
+        self.engines = engines
+        self.call(Engine.begin_push, PushStart(self.version, self.id, self.in_flight))
+        self.ready = self.settle()
 
-    def settle(self) -> None:
+    def call(self, method: Callable[..., Any], argument: Any) -> None:
+        """Call a method on every engine, once all have replied to the last call. Does not wait.
+
+        Raises:
+            Exception: any error of an engine in the last call.
+        """
+        self.settle()
+        self.pending = [engine.control(method, argument) for engine in self.engines]
+
+    def settle(self) -> list[Any]:
         """Wait for the replies to the last call.
 
         Raises:
             Exception: any error of an engine.
         """
-        for call in self.pending:
-            call.result()
+        values = [call.result() for call in self.pending]
         self.pending = ()
+        return values
 
     def finish(self) -> Manifest:
         """End the push on every engine, and compare the tensors that arrived with those sent.
@@ -166,19 +172,19 @@ class PushSession:
             WeightError: an engine received other tensors than were sent.
         """
         manifest = Manifest.of(self.version, self.specs)
-        for call in self.engines.control(Engine.finish_push, manifest):
-            differences = manifest.differences(call.result())
-            if differences:
+        self.call(Engine.finish_push, manifest)
+        for arrived in self.settle():
+            if differences := manifest.differences(arrived):
                 raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
         return manifest
 
     def failures(self) -> list[Exception]:
         """Return the errors of the last call that have arrived. Does not wait."""
-        errors = [each.exception() for each in self.pending if each.done()]
+        errors = [call.exception() for call in self.pending if call.done()]
         return [error for error in errors if isinstance(error, Exception)]
 
     @contextmanager
-    def engines_reasons_first(self) -> Iterator[None]:
+    def preferring_engine_errors(self) -> Iterator[None]:
         """Replace a `WeightError` in this context by the error that ended an engine, if any."""
         try:
             yield
@@ -201,26 +207,20 @@ class ObjectTransport(Transport):
     load them again after its restart.
     """
 
-    def send(
+    def buckets(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
-    ) -> list[StoredBucket]:
-        """Send all tensors from rank 0. Engines load a bucket while the next is put."""
-        buckets: list[StoredBucket] = []
+    ) -> Iterator[StoredBucket]:
+        """Yield the buckets (see `Transport.buckets`). Engines load one while the next is put."""
         if workers.rank != 0:
-            return buckets
+            return
         with ThreadPoolExecutor(1) as beside:
             hosted = ((name, tensor.cpu()) for name, tensor in tensors)
             for group in grouped(hosted, bucket_bytes=self.bucket_bytes):
                 parts = [as_bytes(tensor) for _, tensor in group]
                 sums = beside.submit(checksums, parts)
                 ref = ray.put(tuple(part.numpy() for part in parts))  # the only copy on CPUs
-                buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
-                session.settle()
-                session.specs += buckets[-1].specs
-                session.pending = session.engines.control(Engine.load_bucket, buckets[-1])
+                yield StoredBucket(ref, specs_of(group, sums.result()))
                 del group, parts  # free them before the next group is made
-        session.settle()
-        return buckets
 
 
 @contextmanager

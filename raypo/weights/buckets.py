@@ -21,17 +21,23 @@ Entries = tuple[tuple[TensorSpec, int], ...]
 Specs = tuple[TensorSpec, ...]
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A bucket as one flat tensor, on the device of the transport."""
+class WithEntries:
+    """Base of the buckets whose tensors lie in one flat tensor."""
 
-    flat: Tensor  # uint8 [bytes]
     entries: Entries
 
     @property
     def specs(self) -> Specs:
         """Specs of the tensors in the bucket."""
         return tuple(spec for spec, _ in self.entries)
+
+
+@dataclass(frozen=True)
+class Staged(WithEntries):
+    """A bucket as one flat tensor, on the device of the transport."""
+
+    flat: Tensor  # uint8 [bytes]
+    entries: Entries
 
     @property
     def parts(self) -> list[Tensor]:
@@ -75,7 +81,7 @@ def stage(
     _require_positive(bucket_bytes)
     # The OS allocates a page when it is first written, so a small model uses little of this buffer.
     flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-    used, filled = 0, list[tuple[str, Tensor, int]]()  # name, place in the bucket, first byte
+    used, filled = 0, list[tuple[str, Tensor, int]]()  # name, view of the bucket, first byte
     for name, tensor in named_tensors:
         offset = -(-used // ALIGNMENT) * ALIGNMENT
         if filled and offset + tensor.nbytes > bucket_bytes:
@@ -85,16 +91,16 @@ def stage(
         if used > len(flat):  # one tensor larger than a bucket
             flat = torch.empty(used, dtype=torch.uint8, device=device)
         with torch.no_grad():
-            place = flat[offset:used].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor)
-        filled.append((name, place, offset))
+            view = flat[offset:used].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+        filled.append((name, view, offset))
     if filled:
         yield _staged(flat[:used], filled)
 
 
 def _staged(flat: Tensor, filled: list[tuple[str, Tensor, int]]) -> Staged:
-    sums = checksums([flat[offset : offset + place.nbytes] for _, place, offset in filled])
-    specs = specs_of([(name, place) for name, place, _ in filled], sums)
+    sums = checksums([flat[offset : offset + view.nbytes] for _, view, offset in filled])
+    specs = specs_of([(name, view) for name, view, _ in filled], sums)
     return Staged(flat, tuple(zip(specs, (offset for _, _, offset in filled), strict=True)))
 
 

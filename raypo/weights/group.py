@@ -23,7 +23,7 @@ from raypo.weights.messages import BroadcastBucket, Rendezvous
 
 POLL_S = 0.001
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-POLLS_BETWEEN_QUESTIONS = 50
+POLLS_BETWEEN_CHECKS = 50
 """Number of polls of the broadcast between two checks of the receivers' replies."""
 
 
@@ -65,19 +65,19 @@ class Group:
                 f"{self.rendezvous.epoch}. Push the weights again."
             )
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-        self.broadcast(flat, is_in_vain=lambda: False)
+        self.broadcast(flat, has_failed=lambda: False)
         return Staged(flat, bucket.entries)
 
     def leave(self) -> None:
         """Abort the current operation and close all connections; safe to call in any state."""
         self._backend.abort()
 
-    def broadcast(self, flat: Tensor, *, is_in_vain: Callable[[], bool]) -> None:
+    def broadcast(self, flat: Tensor, *, has_failed: Callable[[], bool]) -> None:
         """Broadcast a bucket from rank 0 to all others.
 
         Args:
             flat: uint8 [bytes] on this group's device.
-            is_in_vain: Function that returns True if a receiver has given up. Polled during the
+            has_failed: Function that returns True if a receiver has failed. Polled during the
                 broadcast.
 
         Raises:
@@ -91,7 +91,7 @@ class Group:
             for poll in itertools.count(1):
                 if work.is_completed():
                     break
-                if poll % POLLS_BETWEEN_QUESTIONS == 0 and is_in_vain():
+                if poll % POLLS_BETWEEN_CHECKS == 0 and has_failed():
                     raise WeightError("a receiver gave up.")
                 if time.monotonic() > deadline:
                     raise WeightError(f"time-out: not done in {limit:g} s.")

@@ -72,15 +72,15 @@ class Manifest:
         lines = []
         if self.version != other.version:
             lines.append(f"version: {self.version} -> {other.version}")
-        mine = {tensor.name: tensor for tensor in self.tensors}
-        theirs = {tensor.name: tensor for tensor in other.tensors}
-        lines += [f"{name}: missing" for name in mine if name not in theirs]
-        lines += [f"{name}: unknown" for name in theirs if name not in mine]
-        for name in (name for name in mine if name in theirs):
+        sent = {tensor.name: tensor for tensor in self.tensors}
+        arrived = {tensor.name: tensor for tensor in other.tensors}
+        lines += [f"{name}: missing" for name in sent if name not in arrived]
+        lines += [f"{name}: unknown" for name in arrived if name not in sent]
+        for name in (name for name in sent if name in arrived):
             for field in ("shape", "dtype", "checksum"):
-                here, there = getattr(mine[name], field), getattr(theirs[name], field)
-                if here != there:
-                    lines.append(f"{name}: {field} {here} -> {there}")
+                before, after = getattr(sent[name], field), getattr(arrived[name], field)
+                if before != after:
+                    lines.append(f"{name}: {field} {before} -> {after}")
         return lines
 
 
@@ -118,11 +118,11 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for start in range(0, num_words, chunk_words):
         words = part[8 * start : 8 * min(start + chunk_words, num_words)].view(torch.int64)
-        place = torch.arange(start, start + len(words), device=part.device)
-        total += (words * (2 * place + 1)).sum()
+        position = torch.arange(start, start + len(words), device=part.device)
+        total += (words * (2 * position + 1)).sum()
     rest = part[8 * num_words :].to(torch.int64)
-    place = torch.arange(num_words, num_words + len(rest), device=part.device)
-    return total + (rest * (2 * place + 1)).sum()
+    position = torch.arange(num_words, num_words + len(rest), device=part.device)
+    return total + (rest * (2 * position + 1)).sum()
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from raypo.config import InFlight
-from raypo.weights.buckets import Bucket, Entries, Specs, Staged
+from raypo.weights.buckets import Bucket, Entries, Specs, Staged, WithEntries
 from raypo.weights.manifest import Manifest
 
 Backend = Literal["nccl", "gloo"]
@@ -80,7 +80,7 @@ class CudaHandle:
 
 
 @dataclass(frozen=True)
-class IpcBucket:
+class IpcBucket(WithEntries):
     """A bucket with one copy on each of several GPUs."""
 
     handles: dict[str, CudaHandle]
@@ -92,10 +92,10 @@ class IpcBucket:
         # Copy the bucket: vLLM keeps its tensors until all tensors of a layer have arrived, but the
         # sender refills it before that.
         shared = self.handles[uuid].open(device)
-        own = shared.clone()
+        copy = shared.clone()
         torch.cuda.synchronize(device)
         del shared
-        return Staged(own, self.entries)
+        return Staged(copy, self.entries)
 
 
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -118,7 +118,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class BroadcastBucket:
+class BroadcastBucket(WithEntries):
     """A bucket that is about to be broadcast."""
 
     epoch: int

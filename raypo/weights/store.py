@@ -26,8 +26,8 @@ class WeightSnapshot:
         if self.store is None:
             return None
         store = ray.get_actor(self.store)
-        found = ray.get(store.get.remote(self.id))
-        return ray.get(found[0]) if found else None
+        refs = ray.get(store.get.remote(self.id))
+        return ray.get(refs[0]) if refs else None
 
 
 class WeightStoreActor:
@@ -51,7 +51,7 @@ class WeightStoreActor:
     def get(self, id: str) -> list[Any] | None:
         """Return a list with the object reference of a push, or None if it is no longer kept."""
         # Within a list Ray passes a reference on without resolving it.
-        return next((ref for kept, ref in self._pushes.values() if kept == id), None)
+        return next((ref for push_id, ref in self._pushes.values() if push_id == id), None)
 
     def __repr__(self) -> str:
         return f"WeightStoreActor({len(self._pushes)} kept)"

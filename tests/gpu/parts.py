@@ -272,7 +272,7 @@ def group() -> Figures:
     member = Group(rendezvous, rank=0, store=store, device="cuda:0")
     connected_s = time.perf_counter() - begin
     flat = torch.arange(1 << 20, device="cuda").view(torch.uint8)
-    member.broadcast(flat, is_in_vain=lambda: False)
+    member.broadcast(flat, has_failed=lambda: False)
     member.leave()
     return {"connected_s": connected_s}
 

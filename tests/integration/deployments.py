@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from raypo.cluster.actors import ReplicaLost
+from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.spec import Status
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import unpack
 from raypo.weights.group import Group
@@ -188,8 +191,14 @@ class Stillborn:
         raise ValueError("no such model")
 
 
-def pids(handle: Any) -> list[int]:
-    return [response.result() for response in handle.up().call_all(Doubler.pid)]
+def pids(handle: DeploymentHandle) -> list[int]:
+    return [replica.control(Doubler.pid).result() for replica in handle.up()]
+
+
+def statuses(handle: DeploymentHandle) -> list[Status]:
+    """The replies of the replicas that are up to a health check."""
+    replicas = [ray.get_actor(replica.name, replica.namespace) for replica in handle.up()]
+    return ray.get([replica.status.remote() for replica in replicas])
 
 
 def done(folder: Path) -> list[tuple[int, int]]:

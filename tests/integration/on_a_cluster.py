@@ -47,7 +47,7 @@ def placement() -> dict[str, Any]:
     from raypo.deployment.deployment import Deployment, start_deployment
     from raypo.deployment.reserve import nodes_of, reserve
     from raypo.run.dedicated_services import places_in
-    from tests.integration.deployments import Doubler
+    from tests.integration.deployments import Doubler, statuses
 
     made = cluster([{"num_cpus": 0}, *[{"num_cpus": 4, "num_gpus": 4}] * 3])
     ray.init(address=made.address, namespace="raypo", log_to_driver=False)
@@ -80,7 +80,7 @@ def placement() -> dict[str, Any]:
                 answers = handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
                 found["replicas"][role] = [
                     (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
-                    for life, answer in zip(handle.statuses(), answers, strict=True)
+                    for life, answer in zip(statuses(handle), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -116,7 +116,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     from raypo.config import PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
     from raypo.run.services import places_beside
-    from tests.integration.deployments import Doubler
+    from tests.integration.deployments import Doubler, statuses
 
     workers = Workers.current()
     num_engines = workers.count // 2
@@ -151,7 +151,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
             ]
             found[role] = [
                 {"node": life.node_id, "bundle": life.bundle, "gpus": (shown or "").split(",")}
-                for life, shown in zip(handle.statuses(), devices, strict=True)
+                for life, shown in zip(statuses(handle), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()

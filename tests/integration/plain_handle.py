@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 from ray.actor import ActorHandle
 
-from raypo.deployment.handle import DeploymentHandle, LocalReplica
+from raypo.concurrency import background_future
+from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.replica import LocalReplica
 from raypo.deployment.spec import Call
 from raypo.serving.client import EngineClient
 
 
 class BareActor(LocalReplica):
     """An actor of the class itself."""
+
+    def control(self, method: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        async def reply() -> Any:
+            return await getattr(self._target, method.__name__).remote(*args, **kwargs)
+
+        return background_future(reply())
 
     async def send(self, call: Call, on_entry: Any = None) -> Any:
         return await getattr(self._target, call.method).remote(*call.args, **call.kwargs)

@@ -19,7 +19,7 @@ from ray.util.state import list_actors
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
-from tests.integration.deployments import Doubler, Stillborn, done, pids
+from tests.integration.deployments import Doubler, Stillborn, done, pids, statuses
 from tests.integration.task import own_ray
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -50,7 +50,7 @@ def kill(pid: int) -> None:
 
 def load(handle: DeploymentHandle) -> int:
     """Calls at all replicas."""
-    return sum(status.num_calls for status in handle.statuses())
+    return sum(status.num_calls for status in statuses(handle))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -87,7 +87,7 @@ def test_replicas_killed_under_load_lose_no_request_and_answer_none_twice(
     done_by_survivors = [number for number, pid in done(tmp_path) if pid not in killed]
     assert max(Counter(done_by_survivors).values()) == 1
     assert len(killed) == 4
-    until(lambda: len(handle.up().names) == 3)
+    until(lambda: len(handle.up()) == 3)
 
 
 def test_awaited_calls_stay_with_their_replica_and_survive_it_without_a_thread_each(
@@ -207,7 +207,7 @@ def test_a_replica_that_was_started_again_first_makes_the_call_that_is_required(
     for pid in pids(handle):
         kill(pid)
     assert handle.call(Doubler.version).result() == 7
-    until(lambda: len(handle.up().names) == 2)
+    until(lambda: len(handle.up()) == 2)
     other = pickle.loads(pickle.dumps(handle))
     assert [response.result() for response in other.call_all(Doubler.version)] == [7, 7]
     handle.require(Doubler.hold, 8)
@@ -232,7 +232,7 @@ def test_a_call_to_all_is_lost_with_its_replica_and_reaches_the_restarted_one(st
     assert first.result() == 4
     with pytest.raises(ReplicaLost, match="doubler:1: the replica was lost"):
         second.result()
-    until(lambda: len(handle.up().names) == 2)
+    until(lambda: len(handle.up()) == 2)
     assert [response.result() for response in handle.call_all(Doubler.version)] == [4, None]
 
 
@@ -264,7 +264,7 @@ def test_a_replica_whose_node_is_gone_is_passed_over(start: Start):
         ray.get(lost.pid.remote())
     both = DeploymentHandle.of(handle.limits, handle.replicas[0].namespace, 2)
     assert both.per_replica()[1].call(Doubler.double, 2).result() == 4
-    assert len(both.statuses()) == 1
+    assert len(both.up()) == 1
 
 
 def test_what_a_replica_is_made_from_outlives_several_of_its_lives(start: Start):

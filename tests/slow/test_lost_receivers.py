@@ -29,7 +29,7 @@ from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weight_sync.push import push_adapter
 from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
-from tests.integration.deployments import Receiver
+from tests.integration.deployments import Receiver, statuses
 from tests.slow.test_deployment import until
 from tests.stand_ins import Lossy
 
@@ -114,7 +114,7 @@ def test_a_push_outlives_a_replica(fleet: Fleet, kind: str):
 
     assert not fleet.dies.exists(), "nobody died"
     assert set(fleet.held()) == {(2, after)}
-    until(lambda: len(fleet.handle.up().names) == fleet.count)
+    until(lambda: len(fleet.handle.up()) == fleet.count)
     assert set(fleet.held()) == {(2, after)}
     if kind == "object":  # its buckets are kept for the one that was started again
         assert len(fleet.held()) == fleet.count
@@ -158,10 +158,10 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
         daemon=True,
     )
     sampling.start()
-    until(lambda: all(status.num_calls for status in fleet.handle.statuses()))
+    until(lambda: all(status.num_calls for status in statuses(fleet.handle)))
     with pushes.push():
         fleet.push(transport, 2)
-    for life in fleet.handle.statuses():
+    for life in statuses(fleet.handle):
         os.kill(life.pid, signal.SIGKILL)
     holds_up.unlink()
     sampling.join(60)
@@ -202,6 +202,6 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
     assert transport.kept is not None
     assert transport.kept.store is not None
     ray.kill(ray.get_actor(transport.kept.store), no_restart=False)
-    os.kill(fleet.handle.statuses()[0].pid, signal.SIGKILL)
+    os.kill(statuses(fleet.handle)[0].pid, signal.SIGKILL)
     pushed_with = 2
     push(2)

@@ -1,4 +1,4 @@
-"""Seats without Ray: who is given one, and who had it before."""
+"""The pool of engines without Ray: which run gets a slot, and which run had it before."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,42 +39,38 @@ def request_lease(slots: EnginePool, run: str, holder: Any, timeout_s: float = 0
     return lease
 
 
-def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
+def test_a_slot_is_free_when_its_holder_is_dead(dead: set[str]):
     engine = deployed("a")
     slots = EnginePool([engine])
-    lease = request_lease(slots, "one", "worker 0")
-    assert lease == Lease(0, engine, None)
-    slots.hold(lease.number, "worker 1")  # pyright: ignore[reportArgumentType]
-
-    dead.add("worker 0")
-    holder: Any = "worker 2"
+    assert request_lease(slots, "one", "worker 0") == Lease(engine, None)
+    holder: Any = "worker 1"
     assert slots.lease("two", holder, 0.05) is None
-    dead.add("worker 1")
     assert slots.runs() == ["one"]
+    dead.add("worker 0")
     assert request_lease(slots, "two", holder).before == "one"
     assert slots.runs() == ["two"]
 
 
 def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):
     holder: Any = "worker"
-    lost = deployed("a", lost=True)
+    lost, other = deployed("a", lost=True), deployed("b")
     assert EnginePool([lost]).lease("one", holder, 60.0) is None
-    assert request_lease(EnginePool([lost, deployed("b")]), "one", holder).number == 1
+    assert request_lease(EnginePool([lost, other]), "one", holder).handle is other
 
 
 def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):
     """It keeps its slot where that is free, and else leaves its name behind in no other."""
-    pool = deployed("pool")
-    slots = EnginePool([pool, pool])
+    first, second = deployed("first"), deployed("second")
+    slots = EnginePool([first, second])
     request_lease(slots, "one", "first")
     request_lease(slots, "two", "second")
     dead.update({"first", "second"})
     again = request_lease(slots, "two", "third")
-    assert (again.number, again.before) == (1, None)
+    assert (again.handle, again.before) == (second, None)
 
     request_lease(slots, "three", "fourth")
     dead.add("fourth")
     moved = request_lease(slots, "two", "fifth")  # the third worker is still alive in slot 1
-    assert (moved.number, moved.before) == (0, "three")
+    assert (moved.handle, moved.before) == (first, "three")
     dead.add("third")
     assert request_lease(slots, "four", "sixth").before is None

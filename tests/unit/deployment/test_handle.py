@@ -17,8 +17,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
-from raypo.deployment.handle import DeploymentHandle, ReplicaClient
-from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
+from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.replica import ReplicaClient
+from raypo.deployment.spec import Call, Deployment, Prerequisite, Unprepared
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
@@ -30,7 +31,7 @@ PUSH: Any = "a push"
 
 
 class Scripted(ReplicaClient):
-    """Gives the replies of a script, one for each call, then its index."""
+    """Gives the replies of a script, one for each request, then its index."""
 
     def __init__(self, index: int, *script: Any, limits: Deployment = LIMITS) -> None:
         super().__init__(limits, "raypo", index)
@@ -39,13 +40,11 @@ class Scripted(ReplicaClient):
     async def send(self, call: Call, on_entry: Any = None) -> Any:
         self.calls.append(call)
         reply = self.script.pop(0) if self.script else self.index
-        if isinstance(reply, Exception):
-            self.gone, reply = reply, Lost("it died")
-        if isinstance(reply, Lost):
-            self._note_down()
+        if isinstance(reply, ActorDiedError):
+            self.gone, reply = reply, ReplicaLost("it died")
         if isinstance(reply, float):
             await asyncio.sleep(reply)
-        return reply
+        return self._value_of(reply)
 
 
 def handle_of(*replicas: ReplicaClient, **limits: Any) -> DeploymentHandle:
@@ -56,26 +55,32 @@ def load(handle: DeploymentHandle) -> Future[Any]:
     return handle.call(Engine.load)
 
 
+def required(handle: DeploymentHandle) -> Prerequisite | None:
+    return handle._prerequisite.call
+
+
 def test_a_push_reaches_the_handles_of_single_replicas():
     handle = DeploymentHandle.of(LIMITS, "raypo", 2)
     EngineClient(handle).require(PUSH)
     first, second = handle.per_replica()
-    EngineClient(handle).require("the next")  # pyright: ignore[reportArgumentType]
-    assert first.required == second.required == handle.required == ("the next",)
+    assert required(first) == required(second) == required(handle) == ("hold", (PUSH,))
     elsewhere = pickle.loads(pickle.dumps(first))
     EngineClient(handle).require()
-    assert first.required == ()
-    assert elsewhere.required == ("the next",), "in another process it is that one's own"
+    assert required(first) is None
+    assert required(elsewhere) == ("hold", (PUSH,)), "in another process it is that one's own"
 
 
 def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
-    first, second = Scripted(0, Lost("it was killed")), Scripted(1)
+    first, second = Scripted(0, ReplicaLost("it was killed")), Scripted(1)
     assert load(handle_of(first, second).per_replica()[0]).result(5) == 1
     assert [call.id for call in first.calls] == [call.id for call in second.calls]
 
 
 def test_a_lost_call_is_repeated_by_the_restarted_replica_if_no_other_can_serve():
-    first, second = Scripted(0, Lost("it was killed"), "restarted"), Scripted(1, Unprepared("new"))
+    first, second = (
+        Scripted(0, ReplicaLost("it was killed"), "restarted"),
+        Scripted(1, Unprepared("new")),
+    )
     assert load(handle_of(first, second).per_replica()[0]).result(5) == "restarted"
 
 
@@ -103,7 +108,10 @@ def test_a_deployment_without_a_replica_is_an_error():
 
 
 def test_a_replica_that_does_not_restart_in_time_is_an_error():
-    replicas = Scripted(0, *[Lost("restarting")] * 9), Scripted(1, *[Lost("restarting")] * 9)
+    replicas = (
+        Scripted(0, *[ReplicaLost("restarting")] * 9),
+        Scripted(1, *[ReplicaLost("restarting")] * 9),
+    )
     with pytest.raises(DeploymentError, match=r"engine:0, .*engine:1: not started again in 0.1 s"):
         load(handle_of(*replicas, start_timeout_s=0.1)).result(5)
 
@@ -165,18 +173,18 @@ def test_a_replica_that_is_silent_after_a_restart_is_killed_once_it_had_time_to_
     silent = Silent(start_timeout_s=0.15)
 
     def kills_after_a_check() -> int:
-        assert background_future(silent.ping(0.1, kills=True)).result(5) is None
+        assert not background_future(silent.is_up(0.1, kills=True)).result(5)
         return silent.kills
 
     assert kills_after_a_check() == 0
     assert [kills_after_a_check() for _ in range(2)][-1] > 0
     waiting = Silent(start_timeout_s=0.0)
-    assert background_future(waiting.ping(0.1)).result(5) is None
+    assert not background_future(waiting.is_up(0.1)).result(5)
     assert waiting.kills == 0, "only a caller that waits kills"
 
 
 def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_own():
-    handle = handle_of(Scripted(0, Lost("it was killed"), 10.0), request_timeout_s=0.4)
+    handle = handle_of(Scripted(0, ReplicaLost("it was killed"), 10.0), request_timeout_s=0.4)
     with pytest.raises(DeploymentError, match=r"no answer in 0.4 s.*request_timeout_s"):
         load(handle).result(5)
 
@@ -188,16 +196,49 @@ def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_ow
         load(handle_of(Late(0), request_timeout_s=5.0)).result(5)
 
 
-def test_calls_to_all_keep_their_order_and_are_not_repeated():
-    handle = handle_of(Scripted(0), Scripted(1, Lost("it was killed")), Scripted(2))
+def test_requests_to_all_replicas_are_urgent_and_not_repeated():
+    handle = handle_of(Scripted(0), Scripted(1, ReplicaLost("it was killed")), Scripted(2))
     EngineClient(handle).require(PUSH)
     first, second, third = handle.call_all(Engine.load)
     assert (first.result(5), third.result(5)) == (0, 2)
     with pytest.raises(ReplicaLost, match="engine:1: it was killed"):
         second.result(5)
-    assert [each.result(5) for each in handle.control(Engine.load)] == [0, 1, 2]
-    told = [[call.prerequisite for call in each.calls] for each in scripted(handle)]
-    assert told == [[("hold", (PUSH,)), None]] * 3
+    for replica in scripted(handle):
+        assert [call.prerequisite for call in replica.calls] == [("hold", (PUSH,))]
+        assert [call.is_urgent for call in replica.calls] == [True]
+
+
+class Controlled(ReplicaClient):
+    """Passes control calls on to a function."""
+
+    def __init__(self, function: Any, **limits: Any) -> None:
+        super().__init__(replace(LIMITS, **limits), "raypo", 0)
+        self._function = function
+
+    def _remote(self) -> Any:
+        return SimpleNamespace(control=SimpleNamespace(remote=self._function))
+
+
+def test_a_control_call_is_sent_once_and_says_which_replica_was_lost():
+    received: list[Any] = []
+
+    async def reply(method: str, args: Any, kwargs: Any) -> Any:
+        received.append((method, args, kwargs))
+        return ReplicaLost("vLLM failed") if len(received) == 2 else "done"
+
+    handle = handle_of(Controlled(reply))
+    EngineClient(handle).require(PUSH)
+    assert handle.control(Engine.wake_up, "weights")[0].result(5) == "done"
+    with pytest.raises(ReplicaLost, match="engine:0: vLLM failed"):
+        handle.control(Engine.sleep, before_push=True)[0].result(5)
+    assert received == [("wake_up", ("weights",), {}), ("sleep", (), {"before_push": True})]
+
+
+def test_a_control_call_has_a_time_limit():
+    late = Controlled(lambda *_: asyncio.sleep(60), request_timeout_s=0.1)
+    with pytest.raises(DeploymentError, match=r"no answer in 0.1 s.*request_timeout_s"):
+        late.control(Engine.resume).result(5)
+    assert late.num_waiting == 0
 
 
 def scripted(handle: DeploymentHandle) -> Sequence[Scripted]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.deployment import replica as module
-from raypo.deployment.replica import KEPT_RESULTS, Replica
-from raypo.deployment.spec import Call, Deployment, Lost, Unprepared
+from raypo.deployment.replica import KEPT_REPLIES, Replica
+from raypo.deployment.spec import Call, Deployment, Unprepared
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,16 @@ def ask(counter: Replica, id: str, method: str, *args: Any, **more: Any) -> Any:
     return counter.call(Call(method, args, id=id, **more))
 
 
+def control(counter: Replica, method: str, *args: Any) -> Any:
+    return counter.control(method, args, {})
+
+
+def shown(reply: Any) -> str:
+    """A reply that says why a replica cannot serve a call."""
+    assert isinstance(reply, ReplicaLost)
+    return f"{type(reply).__name__}: {reply}"
+
+
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
@@ -92,11 +103,11 @@ def test_old_answers_are_forgotten():
     counter = replica()
 
     async def many() -> None:
-        for number in range(3 * KEPT_RESULTS):
+        for number in range(3 * KEPT_REPLIES):
             await ask(counter, str(number), "add", 1)
 
     run(many())
-    assert len(counter._calls) <= KEPT_RESULTS + 1
+    assert len(counter._replies) <= KEPT_REPLIES + 1
 
 
 def test_one_request_at_a_time_means_one_thread():
@@ -194,7 +205,7 @@ def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():
         counter._target.promised[0].set_exception(IndexError("out of range"))
         return await under_way
 
-    assert run(broken()) == Lost("cannot go on")
+    assert shown(run(broken())) == "ReplicaLost: cannot go on"
 
 
 def test_among_several_requests_a_control_call_waits_for_none_and_keeps_its_order():
@@ -204,7 +215,8 @@ def test_among_several_requests_a_control_call_waits_for_none_and_keeps_its_orde
         busy = [asyncio.create_task(ask(counter, i, "wait")) for i in "abcd"]
         await asyncio.sleep(0.05)
         numbers = await asyncio.gather(
-            *(ask(counter, f"told {i}", "add", 1, is_control=True) for i in range(20))
+            *(control(counter, "add", 1) for _ in range(10)),
+            *(ask(counter, f"urgent {i}", "add", 1, is_urgent=True) for i in range(10)),
         )
         counter._target.gate.set()
         await asyncio.gather(*busy)
@@ -243,7 +255,7 @@ def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_ends_the_p
         await asyncio.sleep(0.01)
         return reply
 
-    assert run(broken()) == Lost("cannot go on")
+    assert shown(run(broken())) == "ReplicaLost: cannot go on"
     assert counter._problem() == "cannot go on"
     assert ended == [True]
 
@@ -300,10 +312,10 @@ def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
     counter = replica()
     assert run(ask(counter, "a", "add", 1, prerequisite=("add", (100,)))) == 111
     told = run(ask(counter, "b", "add", 1, prerequisite=("fail", ())))
-    assert told == Unprepared("ValueError: a bad request")
+    assert shown(told) == "Unprepared: ValueError: a bad request"
     assert counter._target.count == 111
     told = run(ask(counter, "c", "add", 1, prerequisite=("breaks", ())))
-    assert told == Lost("cannot go on")
+    assert shown(told) == "ReplicaLost: cannot go on"
 
 
 def test_a_control_call_waits_for_a_prerequisite_that_is_under_way():
@@ -313,7 +325,7 @@ def test_a_control_call_waits_for_a_prerequisite_that_is_under_way():
     async def pushed() -> tuple[bool, list[int]]:
         request = asyncio.create_task(ask(counter, "a", "add", 1, prerequisite=("wait", ())))
         await asyncio.sleep(0.05)
-        push = asyncio.create_task(ask(counter, "b", "add", 100, is_control=True))
+        push = asyncio.create_task(control(counter, "add", 100))
         await asyncio.sleep(0.05)
         is_early = push.done()
         counter._target.gate.set()
@@ -336,7 +348,8 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     counter = replica(takes_turns=True)
     for method in ("sleep", "wake_up"):
-        assert run(ask(counter, method, method)) is None
+        assert run(control(counter, method)) is None
+    assert isinstance(run(control(counter, "peak_memory")), Unprepared)
     assert counter._problem() is None
     assert repr(counter) == "Replica(not built)"
     assert run(ask(counter, "a", "add", 1)) == 11
