@@ -56,7 +56,7 @@ def start_deployment(
             cls,
             f"{deployment.name}:{index}",
             options=_options(deployment, place),
-            kwargs={"made_from": [made_from], "index": index, "bundle": place.bundle},
+            kwargs={"made_from": [made_from], "index": index},
         )
         actors.append(actor)
         if in_turn:  # a failed start raises in the first call to the replica, not here
@@ -67,8 +67,8 @@ def start_deployment(
 
 
 class _RemoteReplica(Replica):
-    def __init__(self, made_from: list[Any], index: int, bundle: int) -> None:
-        super().__init__(ray.get(made_from[0]), index, bundle)
+    def __init__(self, made_from: list[Any], index: int) -> None:
+        super().__init__(ray.get(made_from[0]), index)
 
 
 def _options(deployment: Deployment, place: Place) -> dict[str, Any]:

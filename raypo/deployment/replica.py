@@ -323,12 +323,12 @@ class LocalReplica(ReplicaClient):
 class Replica:
     """The actor around the object. It runs each request id once, and reports its health."""
 
-    def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
+    def __init__(self, deployment: Deployment, index: int) -> None:
         """Build the object.
 
         A restarted replica of a deployment with `takes_turns` builds it at the first call instead.
         """
-        self._deployment, self._index, self._bundle = deployment, index, bundle
+        self._deployment, self._index = deployment, index
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._entries: dict[str, list[tuple[int, Any]]] = {}
@@ -411,12 +411,12 @@ class Replica:
         return dict(self._entries.get(id, [])[num_seen:])
 
     async def status(self) -> Status:
-        """Return location, load and problem of this process. A process with a problem then ends."""
+        """Return node, load and problem of this process. A process with a problem then ends."""
         problem = self._problem()
         if problem is not None:
             self._end_soon()
         node_id = ray.get_runtime_context().get_node_id()
-        return Status(node_id, os.getpid(), self._bundle, self._num_calls(), problem)
+        return Status(node_id, os.getpid(), self._num_calls(), problem)
 
     async def drain(self) -> None:
         """Wait until all ongoing requests have ended."""

@@ -104,8 +104,6 @@ class Status:
     node_id: str
     pid: int
     """Process id on that node."""
-    bundle: int
-    """Index of its bundle in the placement group."""
     num_calls: int
     """Number of requests that run or wait."""
     problem: str | None = None

@@ -7,7 +7,7 @@ a replica (`raypo.deployment.replica`), `replica` for requests and `replica-cont
   caller waits until the current step, and any exclusive batch, has ended.
 - `submit` validates requests in the caller's thread and queues them. It waits only while the queue
   is full.
-- `check_health`, `load` and `stalled_s` read state without waiting.
+- `check_health` and `stalled_s` read state without waiting.
 - `raypo-gauges` exports the load to Ray's metrics.
 - With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` calls them and
   waits until all have replied (`VllmProcesses`).
@@ -232,12 +232,11 @@ class Engine:
         """Return how long the current step or push has been running, in seconds, or 0 if idle."""
         return self._loop.progress.stalled_s()
 
-    def load(self) -> Load:
-        """Return the load, updated between steps every 0.25 s. Does not block."""
-        return self._loop.load
-
     def stretch(self) -> tuple[Load, Stretch]:
-        """Return the current load, and its means and peaks since the last call of this method."""
+        """Return the load, and its means and peaks since the last call of this method.
+
+        The load is updated between steps, every 0.25 s.
+        """
         stretch = self._loop.stretch()
         return self._loop.load, stretch
 

@@ -79,8 +79,8 @@ def placement() -> dict[str, Any]:
                 handle.wait(120)
                 answers = handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
                 found["replicas"][role] = [
-                    (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
-                    for life, answer in zip(statuses(handle), answers, strict=True)
+                    (place.bundle, nodes_of(group)[place.bundle] == life.node_id, answer.result())
+                    for place, life, answer in zip(places, statuses(handle), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -150,8 +150,8 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
                 for answer in handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
             ]
             found[role] = [
-                {"node": life.node_id, "bundle": life.bundle, "gpus": (shown or "").split(",")}
-                for life, shown in zip(statuses(handle), devices, strict=True)
+                {"node": life.node_id, "bundle": place.bundle, "gpus": (shown or "").split(",")}
+                for place, life, shown in zip(of_role, statuses(handle), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()

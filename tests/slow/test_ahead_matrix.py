@@ -140,7 +140,7 @@ def all_draws(steps: list[list[int]]) -> list[int]:
 
 def load_of(replica: str) -> Load:
     actor: Any = ray.get_actor(replica, "raypo")
-    load = ray.get(actor.call.remote(Call("load", (), {})))
+    load, _ = ray.get(actor.call.remote(Call("stretch")))
     assert isinstance(load, Load)
     return load
 

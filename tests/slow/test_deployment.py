@@ -137,15 +137,6 @@ def test_an_awaited_call_outlives_a_replica_that_hangs(start: Start):
     until(lambda: not is_there(pid))
 
 
-def test_the_own_replica_comes_first_and_others_when_it_is_gone(start: Start):
-    handle = start(2, max_restarts=0)
-    _, own = handle.per_replica()
-    first, second = pids(handle)
-    assert {own.call(Doubler.pid).result() for _ in range(10)} == {second}
-    kill(second)
-    assert {own.call(Doubler.pid).result() for _ in range(10)} == {first}
-
-
 def test_a_call_that_takes_too_long_is_told(start: Start, tmp_path: Path):
     handle = start(1, request_timeout_s=0.3)
     gate = tmp_path / "gate"
@@ -234,14 +225,6 @@ def test_a_call_to_all_is_lost_with_its_replica_and_reaches_the_restarted_one(st
         second.result()
     until(lambda: len(handle.up()) == 2)
     assert [response.result() for response in handle.call_all(Doubler.version)] == [4, None]
-
-
-def test_a_replica_that_is_not_started_again_in_time_is_told(start: Start):
-    handle = start(1, start_timeout_s=0.01)
-    kill(pids(handle)[0])
-    match = r"doubler:0: not started again in 0.01 s \(placement.timeout_s\)"
-    with pytest.raises(DeploymentError, match=match):
-        handle.call(Doubler.double, 1).result(60)
 
 
 def test_the_budget_of_restarts_ends_with_the_last_reason(start: Start):

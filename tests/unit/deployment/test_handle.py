@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -52,22 +51,7 @@ def handle_of(*replicas: ReplicaClient, **limits: Any) -> DeploymentHandle:
 
 
 def load(handle: DeploymentHandle) -> Future[Any]:
-    return handle.call(Engine.load)
-
-
-def required(handle: DeploymentHandle) -> Prerequisite | None:
-    return handle._prerequisite.call
-
-
-def test_a_push_reaches_the_handles_of_single_replicas():
-    handle = DeploymentHandle.of(LIMITS, "raypo", 2)
-    EngineClient(handle).require(PUSH)
-    first, second = handle.per_replica()
-    assert required(first) == required(second) == required(handle) == ("hold", (PUSH,))
-    elsewhere = pickle.loads(pickle.dumps(first))
-    EngineClient(handle).require()
-    assert required(first) is None
-    assert required(elsewhere) == ("hold", (PUSH,)), "in another process it is that one's own"
+    return handle.call(Engine.stretch)
 
 
 def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
@@ -199,7 +183,7 @@ def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_ow
 def test_requests_to_all_replicas_are_urgent_and_not_repeated():
     handle = handle_of(Scripted(0), Scripted(1, ReplicaLost("it was killed")), Scripted(2))
     EngineClient(handle).require(PUSH)
-    first, second, third = handle.call_all(Engine.load)
+    first, second, third = handle.call_all(Engine.stretch)
     assert (first.result(5), third.result(5)) == (0, 2)
     with pytest.raises(ReplicaLost, match="engine:1: it was killed"):
         second.result(5)
