@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
@@ -142,7 +143,18 @@ class DeploymentHandle:
         Raises:
             DeploymentError: no replica is left, or none is up within `start_timeout_s`.
         """
-        return background_future(self._find_up()).result()
+        limit_s = self.limits.health_check_timeout_s
+
+        async def find() -> list[ReplicaClient]:
+            while True:
+                checks = (replica.is_up(limit_s, kills=True) for replica in self.replicas)
+                are_up = await asyncio.gather(*checks)
+                if any(are_up):
+                    return list(compress(self.replicas, are_up))
+                self._choose({})  # raises if none will come back
+                await asyncio.sleep(RETRY_S)
+
+        return background_future(find()).result()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
@@ -152,8 +164,8 @@ class DeploymentHandle:
         """
 
         async def all_started() -> None:
-            with_limit = (self._started(replica) for replica in self.replicas)
-            await asyncio.wait_for(asyncio.gather(*with_limit), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*map(self._started, self.replicas))
 
         try:
             background_future(all_started()).result()
@@ -228,16 +240,6 @@ class DeploymentHandle:
         if own := [replica for replica in preferred if replica.index == self.own]:
             return own[0]
         return min(preferred, key=lambda replica: (replica.num_waiting, random.random()))
-
-    async def _find_up(self) -> list[ReplicaClient]:
-        timeout_s = self.limits.health_check_timeout_s
-        while True:
-            checks = (replica.is_up(timeout_s, kills=True) for replica in self.replicas)
-            is_up = await asyncio.gather(*checks)
-            if up := [replica for replica, yes in zip(self.replicas, is_up, strict=True) if yes]:
-                return up
-            self._choose({})  # raises if none will come back
-            await asyncio.sleep(RETRY_S)
 
     async def _started(self, replica: ReplicaClient) -> None:
         while not await replica.is_up(None):

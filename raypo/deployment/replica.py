@@ -1,21 +1,20 @@
 """One replica of a deployment: `ReplicaClient` in the callers' processes, and the actor `Replica`.
 
-Concurrency in the caller's process: coroutines of `ReplicaClient` run on the background event loop
-(`raypo.concurrency`). While calls wait for a replica, one task of the loop checks its health. A
-replica that does not answer is killed. Its calls then fail, and Ray restarts it.
+Concurrency in a caller's process: coroutines run on its background loop (`raypo.concurrency`).
+While calls wait for a replica, one task of the loop checks its health. A replica that does not
+answer is killed. Its calls then fail, and Ray restarts it.
 
-Concurrency in the actor: its methods are coroutines on one event loop, which never blocks, so
-health is reported while the object works. The object itself runs in threads:
+Concurrency in the actor: coroutines run on one event loop, which never blocks, so health is
+reported while the object works. The object itself runs in threads:
 
-- `_pool`, one thread for each ongoing request (`max_ongoing_requests`), builds the object and runs
-  its methods. If a method returns futures, the coroutine awaits them and no thread waits.
+- `_pool`, one thread for each ongoing request (`max_ongoing_requests`). If a method returns
+  futures, the coroutine awaits them and no thread waits.
 - `_control_pool`, one thread for control calls (a push of weights, sleep), which run in order, and
   for urgent requests. They wait for no other request, but for a prerequisite that is running: a
   method that restores the object's state, such as loading the weights. If only one ongoing request
   is allowed, `_control_pool` is `_pool`.
 
-If the process ends, Ray starts the actor again, in the same bundle and with the same environment.
-The object has then lost its state, which the prerequisite of the next request restores.
+When Ray restarts the process, the object has lost its state, until the next prerequisite has run.
 """
 
 from __future__ import annotations
@@ -302,15 +301,13 @@ class LocalReplica(ReplicaClient):
         return daemon_future(lambda: function(*args, **kwargs), name="local-replica")
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
-        """Run the request in a thread. If its value is a list of futures, await them together."""
+        """Run the request in a thread. If its value is a list of futures, await them together.
 
-        def run() -> Any:
-            if call.prerequisite is not None:
-                method, arguments = call.prerequisite
-                getattr(self._target, method)(*arguments)
-            return getattr(self._target, call.method)(*call.args, **call.kwargs)
-
-        value = await asyncio.wrap_future(daemon_future(run, name="local-replica"))
+        The object was never restarted, so it has no prerequisite to run.
+        """
+        function = getattr(self._target, call.method)
+        running = daemon_future(lambda: function(*call.args, **call.kwargs), name="local-replica")
+        value = await asyncio.wrap_future(running)
         if isinstance(value, list) and all(isinstance(entry, Future) for entry in value):
             value = await asyncio.gather(*map(asyncio.wrap_future, value))
         return value

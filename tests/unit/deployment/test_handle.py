@@ -150,7 +150,7 @@ def test_a_lost_replica_is_told_once_and_when_it_is_back(caplog: pytest.LogCaptu
 def test_a_push_does_not_wait_forever_for_a_replica_that_never_answers():
     handle = handle_of(Silent(), start_timeout_s=0.1, health_check_timeout_s=0.05)
     with pytest.raises(DeploymentError, match=r"engine:0: not started again in 0.1 s"):
-        background_future(handle._find_up()).result(5)
+        handle.up()
 
 
 def test_a_replica_that_is_silent_after_a_restart_is_killed_once_it_had_time_to_start():

@@ -8,30 +8,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.weight_sync.transport import all_or_none, drained
-from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.manifest import WeightError
-from tests.stand_ins import local_push, pack
-
-TENSORS = {"a": torch.arange(20.0), "b": torch.ones(3, 3, dtype=torch.bfloat16)}
-
-
-def test_a_push_names_what_it_carries() -> None:
-    push = local_push(pack(TENSORS.items(), bucket_bytes=64), version=7)
-
-    assert repr(push) == "WeightPush(v7, 2 tensors)"
-    assert [(t.name, t.shape, t.dtype) for t in push.manifest.tensors] == [
-        ("a", (20,), "float32"),
-        ("b", (3, 3), "bfloat16"),
-    ]
-    held = [bucket for bucket in push.buckets if isinstance(bucket, Bucket)]
-    arrived = dict(item for bucket in held for item in unpack(bucket, verify=True))
-    assert all(torch.equal(arrived[name], tensor) for name, tensor in TENSORS.items())
-
-
-def test_a_tensor_sent_twice_is_refused() -> None:
-    twice = [("a", torch.ones(1)), ("a", torch.ones(1))]
-    with pytest.raises(WeightError, match="these occur twice: a"):
-        local_push(pack(twice, bucket_bytes=64), version=1)
 
 
 def test_a_push_that_fails_goes_on_gathering_with_the_other_workers() -> None:
