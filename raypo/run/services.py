@@ -141,53 +141,49 @@ def start_deployments(
     Raises:
         PlacementError: workers that would share a replica are on different nodes.
     """
-    is_online = isinstance(config, OnlineConfig)
+    use_gpu = torch.cuda.is_available()
     elsewhere = dict(dedicated or {})
-    if is_online:
+    sleeps = False
+    if isinstance(config, OnlineConfig):
         elsewhere |= of_shared(shared, config, run_name, workers)
+        sleeps = config.rollout.engine.sleeps and "engine" not in elsewhere
     # Workers that only train a critic have no engine beside them.
-    count = workers.count - (config.learner.total_workers - config.learner.num_workers)
-    roles = served_roles(config, num_workers=count, use_gpu=torch.cuda.is_available())
+    num_workers = workers.count - (config.learner.total_workers - config.learner.num_workers)
+    roles = served_roles(config, num_workers=num_workers, use_gpu=use_gpu)
     colocated = [role for role in roles if role.name not in elsewhere]
-    # A reference or reward model gets the cores of the workers that it is placed beside. Engines
-    # share the cores of all workers.
-    cpus, engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
-    deployments = [
-        deployment_of(
-            role,
-            config,
-            num_threads=cpus * workers.count // engines
-            if role.kind == "engine"
-            else cpus * role.num_devices,
-            run_name=run_name,
-            logs_dir=logs_dir,
+    cpus, num_engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
+    deployments = []
+    for role in colocated:
+        # A reference or reward model gets the cores of the workers that it is placed beside.
+        # Engines share the cores of all workers.
+        threads = cpus * role.num_devices
+        if role.kind == "engine":
+            threads = cpus * workers.count // num_engines
+        deployments.append(
+            deployment_of(role, config, num_threads=threads, run_name=run_name, logs_dir=logs_dir)
         )
-        for role in colocated
-    ]
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
-    sleeps = is_online and config.rollout.engine.sleeps and "engine" not in elsewhere
-    in_turn = torch.cuda.is_available() and (sleeps or any(map(measures_memory, colocated)))
-    started = _start(
-        deployments,
-        places_beside(colocated, workers, nodes),
-        workers,
-        in_turn=in_turn,
-        sleeps=sleeps,
-    )
+    places = places_beside(colocated, workers, nodes)
+    in_turn = use_gpu and (sleeps or any(map(measures_memory, colocated)))
+    started = _start(deployments, places, workers, in_turn=in_turn, sleeps=sleeps)
     handles = {**elsewhere, **started}
-    of_kind = {
-        kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
-        for kind in ("reference", "reward", "judge")
-    }
-    apart = elsewhere if torch.cuda.is_available() else (dedicated or {})
-    pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
+    apart = elsewhere if use_gpu else (dedicated or {})
+    judges = [JudgeClient(handles[role.name]) for role in roles if role.kind == "judge"]
     return Services(
         engine=EngineClient(handles["engine"]),
-        references={name: ReferenceClient(h) for name, h in of_kind["reference"].items()},
-        rewards={name: RewardModelClient(h) for name, h in of_kind["reward"].items()},
-        judge=next(map(JudgeClient, of_kind["judge"].values()), None),
+        references={
+            role.name: ReferenceClient(handles[role.name])
+            for role in roles
+            if role.kind == "reference"
+        },
+        rewards={
+            role.name: RewardModelClient(handles[role.name])
+            for role in roles
+            if role.kind == "reward"
+        },
+        judge=judges[0] if judges else None,
         elsewhere=frozenset(elsewhere),
-        in_pool=pool is not None,
+        in_pool=shared is not None and shared.pool and "engine" in elsewhere,
         in_turn=in_turn,
         models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
     )
