@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -145,16 +145,17 @@ class PolicyEngines:
         self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
         """Sample an exclusive batch, unless requests join running batches (`Engines.generate`)."""
-        return background_future(self._sample_all(requests, not self.joins, on_completion))
+        ask = self.engines.submit if self.joins else self.engines.generate
+        return background_future(self._sample_all(ask, requests, on_completion))
 
     def submit(self, requests: Sequence[SamplingRequest]) -> Completions:
         """Sample requests that join the running batch at any step."""
-        return background_future(self._sample_all(requests, False, None))
+        return background_future(self._sample_all(self.engines.submit, requests, None))
 
     async def _sample_all(
         self,
+        ask: Callable[[Sequence[SamplingRequest], OnCompletion | None], Completions],
         requests: Sequence[SamplingRequest],
-        alone: bool,
         on_completion: OnCompletion | None,
     ) -> list[Completion]:
         completions: dict[int, Completion] = {}
@@ -166,11 +167,7 @@ class PolicyEngines:
 
             pushes_before = await self.pushes.pushed() if self.pushes else 0
             try:
-                batch = self.engines.submit(
-                    [requests[n] for n in missing],
-                    alone=alone,
-                    on_completion=on_completion and report,
-                )
+                batch = ask([requests[n] for n in missing], on_completion and report)
                 values = await asyncio.wrap_future(batch)
             except NoReplicaLeft as error:
                 if self.pushes is None:

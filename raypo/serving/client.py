@@ -55,31 +55,33 @@ class ServiceClient:
 class EngineClient(ServiceClient):
     """Client of a deployment of engines; any number of threads may use it.
 
-    `submit` calls one engine, and is retried if this engine is lost. All other methods call every
-    engine and are never retried. What only a push or a single caller needs is called by its method:
-    `engines.handle.control(Engine.resume)`.
+    `generate` and `submit` call one engine, and are retried if this engine is lost. All other
+    methods call every engine and are never retried. What only a push or a single caller needs is
+    called by its method: `engines.handle.control(Engine.resume)`.
     """
 
     def per_engine(self) -> list[EngineClient]:
         """Return a client for each engine, which calls others only while that one is down."""
         return [EngineClient(handle) for handle in self.handle.per_replica()]
 
-    def submit(
-        self,
-        requests: Sequence[SamplingRequest],
-        *,
-        alone: bool = False,
-        on_completion: OnCompletion | None = None,
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
-        """Sample requests on one engine (`Engine.submit`).
+        """Sample an exclusive batch: no other request shares its steps (`Engine.submit`).
 
         Args:
-            requests: The requests.
-            alone: Whether they form an exclusive batch. Otherwise they join the running batch.
+            requests: The batch.
             on_completion: Callback `(index, completion)` for completions that are ready before the
-                whole list is. Called from any thread, possibly twice for one index.
+                whole batch is. Called from any thread, possibly twice for one index.
         """
-        return self.handle.reporting(on_completion).call(Engine.submit, requests, alone=alone)
+        handle = self.handle.reporting(on_completion)
+        return handle.call(Engine.submit, requests, alone=True)
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        """Sample requests that join the running batch at any step (`Engine.submit`)."""
+        return self.handle.reporting(on_completion).call(Engine.submit, requests)
 
     def sample_on_all(
         self, requests: Sequence[SamplingRequest], *, alone: bool
@@ -88,14 +90,14 @@ class EngineClient(ServiceClient):
 
         Args:
             requests: The requests.
-            alone: See `submit`.
+            alone: True makes them an exclusive batch. False lets them join running batches.
 
         Returns:
             The completions of each engine. An engine that was just lost is left out: after its
             restart it loads the required pushes before its first request.
         """
         answers = survivors(self.handle.call_all(Engine.submit, requests, alone=alone))
-        return answers or [self.submit(requests, alone=alone).result()]
+        return answers or [self.handle.call(Engine.submit, requests, alone=alone).result()]
 
     def require(self, *pushes: WeightSnapshot) -> None:
         """Set the pushes that an engine loads before each request, if it lacks them."""

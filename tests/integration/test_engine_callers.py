@@ -64,7 +64,7 @@ def from_another_process(engines: EngineClient, seed: int) -> list[int]:
 
 def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
     """More calls than the replica has threads: those wait for responses in none."""
-    alone = [engines.submit([ask(60, seed)], alone=True).result()[0] for seed in range(THREADS)]
+    alone = [engines.generate([ask(60, seed)]).result()[0] for seed in range(THREADS)]
     before = engines.handle.call(Engine.stretch).result()[0]
 
     def call(seed: int) -> list[int]:
@@ -83,7 +83,7 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
 def test_callers_are_not_in_the_way_of_a_pause(engines: EngineClient):
     under_way = [engines.submit([ask(400, seed)]) for seed in range(THREADS)]
     [each.result() for each in engines.handle.control(Engine.pause, "keep")]
-    whole = engines.submit([ask(3, 0)], alone=True)  # a batch waits for the pause to end too
+    whole = engines.generate([ask(3, 0)])  # a batch waits for the pause to end too
     [each.result() for each in engines.handle.control(Engine.resume)]
     answers = [each.result()[0] for each in under_way]
     assert all(len(each.token_ids) == 400 for each in answers)
@@ -123,8 +123,8 @@ def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
 
     older = keep(7)
     engines.require(older)
-    assert engines.submit([ask(1, 0)], alone=True).result()[0].weight_version == 7
+    assert engines.generate([ask(1, 0)]).result()[0].weight_version == 7
     engines.require(keep(8))
-    assert engines.submit([ask(1, 0)], alone=True).result()[0].weight_version == 8
+    assert engines.generate([ask(1, 0)]).result()[0].weight_version == 8
     engines.require(older)
     assert engines.submit([ask(1, 0)]).result()[0].weight_version == 8
