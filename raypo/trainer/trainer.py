@@ -558,7 +558,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         its own group. Unlike Ray Train, it reports which bundle waits for which resources.
         """
         group = reserve(
-            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
+            worker_bundles(self._recipe, use_gpu=self._use_gpu, each_worker=self.worker_resources),
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
