@@ -80,7 +80,7 @@ class Services:
     def ask_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:
         """Request the peak memory of each replica, and return the pending calls by role."""
         asked: dict[str, Sequence[Future[dict[str, float]]]] = {"engine": self.engine.peak_memory()}
-        return asked | {role: each.peak_memory() for role, each in self.frozen}
+        return asked | {role: client.peak_memory() for role, client in self.frozen}
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every replica has started.
@@ -88,8 +88,8 @@ class Services:
         Raises:
             DeploymentError: a replica failed to start, with its error, or took too long.
         """
-        for each in [self.engine, *(handle for _, handle in self.frozen)]:
-            each.wait(timeout_s)
+        for client in [self.engine, *(handle for _, handle in self.frozen)]:
+            client.wait(timeout_s)
 
 
 def start_services(run: Run[OnlineConfig]) -> Services:
@@ -239,13 +239,13 @@ def _start(
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
-        for each in deployments:
-            each = replace(each, takes_turns=in_turn)
-            handles[each.role] = start_deployment(each, places[each.role])
-            if in_turn and each.start_timeout_s is not None:
-                handles[each.role].wait(each.start_timeout_s)
+        for deployment in deployments:
+            deployment = replace(deployment, takes_turns=in_turn)
+            handles[deployment.role] = start_deployment(deployment, places[deployment.role])
+            if in_turn and deployment.start_timeout_s is not None:
+                handles[deployment.role].wait(deployment.start_timeout_s)
                 if sleeps:
-                    survivors(FrozenClient(handles[each.role]).sleep())
+                    survivors(FrozenClient(handles[deployment.role]).sleep())
     return workers.broadcast(handles)
 
 
