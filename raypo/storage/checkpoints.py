@@ -102,6 +102,10 @@ def score_of(
     return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
 
 
+MANIFEST = "manifest.json"
+"""File in a checkpoint of an earlier version, which has one manifest for all workers."""
+
+
 class DamagedCheckpointError(ConfigError):
     """Raised if a run has no intact checkpoint to start from."""
 
@@ -172,7 +176,7 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         Empty if all files are intact.
     """
     manifest: dict[str, list[Any]] = {}
-    names = ["manifest_*.json"]
+    names = [MANIFEST if (directory / MANIFEST).exists() else "manifest_*.json"]
     if there := next(directory.glob("manifest_*_of_*.json"), None):
         writers = int(there.stem.rpartition("_")[2])
         names = [manifest_of(writer, writers) for writer in range(writers)]

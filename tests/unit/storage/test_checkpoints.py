@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from raypo.learner.state import write_tensors
 from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import (
+    MANIFEST,
     SCORE,
     DamagedCheckpointError,
     damages,
@@ -52,6 +54,21 @@ def test_a_file_that_is_digested_as_it_is_written_has_the_entry_of_one_that_is_r
     assert damages(tmp_path) == []
     write_manifest(tmp_path, 0, 1, {"a.pt": [entry[0], "0"]})
     assert damages(tmp_path) == ["a.pt has different content from what was written"]
+
+
+def test_a_checkpoint_with_one_manifest_for_all_workers_is_whole_as_ever(checkpoint: Path):
+    files: dict[str, Any] = {}
+    for rank in range(2):
+        files |= json.loads((checkpoint / manifest_of(rank, 2)).read_text())
+        (checkpoint / manifest_of(rank, 2)).unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps(files))
+    assert damages(checkpoint) == []
+    (checkpoint / NAMES[0]).unlink()
+    assert damages(checkpoint) == [f"{NAMES[0]} is missing"]
+
+
+def test_a_whole_checkpoint_has_no_damage(checkpoint: Path):
+    assert damages(checkpoint) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
