@@ -16,7 +16,7 @@ def exact(rollouts: list[Rollout]) -> list[float]:
 if __name__ == "__main__":
     trainer = PPOTrainer(
         PPOConfig.load("examples/verifiable_reward/ppo.yaml", overrides={"ppo.kl.coef": 0.05}),
-        reward_fn=exact,
+        reward_funcs=exact,
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False),
         run_config=RunConfig(name="from-python", failure_config=FailureConfig(max_failures=1)),
     )

@@ -73,7 +73,7 @@ def _check_judged(config: OnlineConfig) -> None:
         raise ConfigError(
             "reward.function (None): nothing scores the responses. Set it to file.py:name or "
             "package.module:name, set model.reward, reward.url or reward.judge, or pass "
-            "reward_fn to the trainer."
+            "reward_funcs to the trainer."
         )
     if config.distillation.teacher_prompt == "success":
         raise ConfigError(

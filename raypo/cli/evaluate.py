@@ -80,13 +80,13 @@ def export(
     from raypo.config import ConfigError
 
     names = ("adapter",) if adapter else ("policy", "reward_model")
-    found = [run / name for name in names if (run / name).is_dir()]
-    if not found and adapter:
+    folders = [run / name for name in names if (run / name).is_dir()]
+    if not folders and adapter:
         raise ConfigError(
             f"--adapter: there is no adapter/ in {run}. Give the folder of a run with model.lora "
             "that has reached a checkpoint, or omit --adapter."
         )
-    if not found:
+    if not folders:
         raise ConfigError(
             f"{run}: there is no policy/ or reward_model/ in it. Give the folder of a run that "
             f"has reached a checkpoint."
@@ -95,8 +95,8 @@ def export(
         raise ConfigError(
             f"--to ({to}): this path exists already. Name a new folder, or remove this one."
         )
-    shutil.copytree(found[0], to)
-    typer.echo(f"raypo: {found[0]} -> {to}")
+    shutil.copytree(folders[0], to)
+    typer.echo(f"raypo: {folders[0]} -> {to}")
 
 
 def _print(results: dict[str, dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ def status(
             return run and replace(run, recipe="sweep", notes=notes, go_on=go_on, log=None)
         return sweep or (run and as_trial(run, files))
 
-    found: list[RunStatus] = []
+    all_statuses: list[RunStatus] = []
     with ThreadPoolExecutor(8) as threads:  # remote storage takes about 0.1 s a request
         for location in runs or ["runs"]:
             files = RunFiles.at(location)
@@ -54,8 +54,8 @@ def status(
             statuses = [own] if own else [run for run in below if run is not None]
             if not statuses:
                 raise no_run(location)
-            found += sorted(statuses, key=lambda run: run.age_s or 0.0)
-    if len(found) == 1:
-        typer.echo("\n".join(paragraph(found[0])))
+            all_statuses += sorted(statuses, key=lambda run: run.age_s or 0.0)
+    if len(all_statuses) == 1:
+        typer.echo("\n".join(paragraph(all_statuses[0])))
     else:
-        Console(highlight=False).print(table(found))
+        Console(highlight=False).print(table(all_statuses))

@@ -222,7 +222,7 @@ def _started_here() -> str | None:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of workers. Values that the user has set override the defaults."""
-    kept = {
+    passed = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(_PASSED)
@@ -230,7 +230,7 @@ def worker_environment() -> dict[str, str]:
         and ("_DISABLE_" in name or not name.endswith(_SECRET))
     }
     defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
-    return kept | defaults | users_choice()
+    return passed | defaults | users_choice()
 
 
 def untold_environment() -> dict[str, str]:

@@ -50,11 +50,11 @@ def check_accelerators(resources: Mapping[str, float]) -> None:
     Raises:
         ConfigError: the cluster has unsupported accelerators and no GPU.
     """
-    found = [name for name in OTHERS if resources.get(name)]
-    if found and not resources.get("GPU"):
+    unsupported = [name for name in OTHERS if resources.get(name)]
+    if unsupported and not resources.get("GPU"):
         raise ConfigError(
-            f"learner.use_gpu (auto): the cluster has {found[0]}, but raypo runs only on GPUs "
-            "and CPUs. Set learner.use_gpu to false to run on its CPUs, or use a cluster with "
+            f"learner.use_gpu (auto): the cluster has {unsupported[0]}, but raypo runs only on "
+            "GPUs and CPUs. Set learner.use_gpu to false to run on its CPUs, or use a cluster with "
             "GPUs."
         )
 
@@ -101,10 +101,10 @@ def check_granted(num_workers: int = 1) -> None:
     import ray
 
     context = ray.get_runtime_context()
-    given = context.get_accelerator_ids().get("GPU", [])
+    gpu_ids = context.get_accelerator_ids().get("GPU", [])
     node = ray.util.get_node_ip_address()
-    check_driver(gpus=len(given), use_gpu=True, where=f"a worker on {node}")
-    if given and num_workers > 1:
+    check_driver(gpus=len(gpu_ids), use_gpu=True, where=f"a worker on {node}")
+    if gpu_ids and num_workers > 1:
         check_shared_memory()
 
 
@@ -134,12 +134,12 @@ def check_capability(dtype: str) -> None:
 
     if dtype != "bfloat16" or torch.version.cuda is None or not torch.cuda.is_available():
         return
-    found = torch.cuda.get_device_capability()
-    if found < BFLOAT16_CAPABILITY:
+    capability = torch.cuda.get_device_capability()
+    if capability < BFLOAT16_CAPABILITY:
         raise ConfigError(
             f"model.dtype (bfloat16): {torch.cuda.get_device_name()} has compute capability "
-            f"{found[0]}.{found[1]}, and bfloat16 needs 8.0, an A100 or newer. Use other GPUs, "
-            "or set model.dtype to float32."
+            f"{capability[0]}.{capability[1]}, and bfloat16 needs 8.0, an A100 or newer. Use other "
+            "GPUs, or set model.dtype to float32."
         )
 
 

@@ -76,11 +76,11 @@ class Node:
     @property
     def resources(self) -> Resources:
         """Resources as Ray counts them. An unknown number of CPUs counts as unlimited."""
-        known: Resources = {
+        resources: Resources = {
             "CPU": math.inf if self.cpus is None else self.cpus,
             "GPU": self.gpus,
         }
-        return known if self.labels is None else LabelledResources(known, self.labels)
+        return resources if self.labels is None else LabelledResources(resources, self.labels)
 
 
 def parse_cluster(text: str) -> list[Node]:
@@ -126,7 +126,7 @@ def cpu_count() -> int:
 
 
 def _group(group: str, text: str) -> tuple[Node, int]:
-    found: dict[str, float] = {}
+    quantities: dict[str, float] = {}
     gpu: Gpu | None = None
     for item in map(str.strip, group.split(",")):
         match = next(filter(None, (pattern.fullmatch(item) for pattern in _ITEMS)), None)
@@ -145,22 +145,22 @@ def _group(group: str, text: str) -> tuple[Node, int]:
                 "of nodes",
             )
         for name, number in item_values.items():
-            if name in found or float(number) <= 0:
-                problem = "comes twice" if name in found else "must be above 0"
+            if name in quantities or float(number) <= 0:
+                problem = "comes twice" if name in quantities else "must be above 0"
                 raise _refusal(text, f"{item!r} {problem}")
-            found[name] = float(number)
-    if not found.keys() - {"count", "gbit"}:
+            quantities[name] = float(number)
+    if not quantities.keys() - {"count", "gbit"}:
         raise _refusal(text, f"{group.strip()!r} does not describe a node")
     node = Node(
         "",
-        gpus=int(found.get("gpus", 0)),
-        gpu_bytes=int(found["gpu_gb"] * GB) if "gpu_gb" in found else None,
-        cpus=int(found["cpus"]) if "cpus" in found else None,
-        ram_bytes=int(found["ram_gb"] * GB) if "ram_gb" in found else None,
+        gpus=int(quantities.get("gpus", 0)),
+        gpu_bytes=int(quantities["gpu_gb"] * GB) if "gpu_gb" in quantities else None,
+        cpus=int(quantities["cpus"]) if "cpus" in quantities else None,
+        ram_bytes=int(quantities["ram_gb"] * GB) if "ram_gb" in quantities else None,
         gpu=gpu,
-        network_gbs=found["gbit"] / 8 if "gbit" in found else None,
+        network_gbs=quantities["gbit"] / 8 if "gbit" in quantities else None,
     )
-    return node, int(found.get("count", 1))
+    return node, int(quantities.get("count", 1))
 
 
 def _refusal(text: str, problem: str) -> ConfigError:

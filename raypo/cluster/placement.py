@@ -221,14 +221,14 @@ def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
 
 
 def worker_bundles(
-    config: AnyConfig, *, use_gpu: bool, each: Resources | None = None
+    config: AnyConfig, *, use_gpu: bool, each_worker: Resources | None = None
 ) -> list[Bundle]:
     """Return the bundles of the learner workers, without colocated replicas.
 
     Args:
-        each: Resources of a worker. None means those of the config.
+        each_worker: Resources of a worker. None means those of the config.
     """
-    resources = each or worker_resources(config, use_gpu=use_gpu)
+    resources = each_worker or worker_resources(config, use_gpu=use_gpu)
     learner, labels = config.learner, config.placement.labels_of("learner")
     return [
         Bundle(
@@ -348,7 +348,7 @@ def lay_out(
     """
     strategy = config.placement.strategy
     dedicated = dedicated_bundles(config, use_gpu=use_gpu)
-    workers = worker_bundles(config, use_gpu=use_gpu, each=each_worker)
+    workers = worker_bundles(config, use_gpu=use_gpu, each_worker=each_worker)
     placed = place(dedicated, nodes, strategy)
     beside = place(workers, without(nodes, dedicated, placed), strategy)
     if len(placed) < len(dedicated) or len(beside) < len(workers):
@@ -465,11 +465,7 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """Return the error message for a run that does not fit.
-
-    It is one sentence if no node matches a label selector, or if the learner workers alone are too
-    large. Otherwise it is a table of all groups.
-    """
+    """Return the error message for a run that does not fit."""
     for bundle in (*dedicated, *workers):
         if not any(_allows(bundle, node) for node in nodes):
             return _no_such_labels(bundle, nodes)
@@ -487,49 +483,35 @@ def _refusal(
             f"{words(largest)}: under placement.strategy {strategy} there is room for {fits}. "
             f"{_change(workers, nodes, strategy)}, or use a larger cluster."
         )
-    alike: dict[str, list[Bundle]] = {}
-    for bundle in dedicated:
-        alike.setdefault(f"{bundle.resources} {bundle.labels}", []).append(bundle)
-    named = {
-        f"dedicated {', '.join(str(who) for b in bundles for who in b.occupants)}": bundles
-        for bundles in alike.values()
-    }
     placed = place(dedicated, nodes, strategy)
-    what = "the groups do not fit the cluster at the same time"
     left = without(nodes, dedicated, placed)
+    groups = f"the dedicated group ({'; '.join(map(str, dedicated))})"
     if len(placed) < len(dedicated):
-        what, change = "the dedicated group does not fit the cluster", "Use a larger cluster"
-    elif all(node.get("GPU", 0.0) < workers[0].gpus for node in left):
-        change = "Use a larger cluster"  # the dedicated group took every GPU
+        problem, change = f"{groups} does not fit the cluster", "Use a larger cluster"
     else:
-        change = _change(workers, left, strategy)
-    rows = [("", "bundles", "each", "in all")]
-    for name, bundles in {**named, "learner workers": workers}.items():
-        each, labels = bundles[0].resources, with_labels(bundles[0].labels)
-        whole = {resource: len(bundles) * amount for resource, amount in each.items()}
-        rows.append((name, str(len(bundles)), f"{words(each)}{labels}", words(whole)))
-    rows += [(f"the cluster ({count})", "", "", words(total))]
-    rows += [("its largest node", "", "", words(largest))]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    table = "\n  ".join(line.rstrip() for line in lines)
+        size = f"{words(workers[0].resources)}{with_labels(workers[0].labels)}"
+        groups += f" and the learner workers ({_count(len(workers), 'bundle')} of {size})"
+        problem = f"{groups} do not fit the cluster at the same time"
+        has_gpus = any(node.get("GPU", 0.0) >= workers[0].gpus for node in left)
+        change = _change(workers, left, strategy) if has_gpus else "Use a larger cluster"
     return (
-        f"placement.mode: {what} under placement.strategy {strategy}:\n  {table}\n{change}, lower "
-        f"rollout.engine.count, placement.gpus or placement.cpus_per_bundle, or set placement.mode "
-        f"to colocated."
+        f"placement.mode: {problem} under placement.strategy {strategy}. It has {words(total)} on "
+        f"{count}, and its largest node {words(largest)}. {change}, lower rollout.engine.count, "
+        "placement.gpus or placement.cpus_per_bundle, or set placement.mode to colocated."
     )
 
 
 def _no_such_labels(bundle: Bundle, nodes: Sequence[Resources]) -> str:
     """Return the error message for a bundle whose label selector no node matches."""
     has = {key for node in nodes for key in getattr(node, "labels", ()) if key != NODE_ID_LABEL}
-    found = Counter(
+    label_counts = Counter(
         with_labels({key: node.labels[key] for key in sorted(has & node.labels.keys())})
         for node in nodes
         if isinstance(node, LabelledResources)
     )
     nodes_found = "; ".join(
-        f"{_count(number, 'node')}{labels or ' without labels'}" for labels, number in found.items()
+        f"{_count(number, 'node')}{labels or ' without labels'}"
+        for labels, number in label_counts.items()
     )
     return (
         f"placement.label_selector ({dict(bundle.labels)}): no node matches it, for "
@@ -544,16 +526,18 @@ def _count(number: int, noun: str) -> str:
 
 def _change(workers: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> str:
     """Return advice on the key to change if the learner workers do not fit onto the nodes."""
-    each, loose = workers[0].resources, strategy.removeprefix("STRICT_")
+    resources, loose = workers[0].resources, strategy.removeprefix("STRICT_")
     if len(place(workers, nodes, loose)) == len(workers):
         return f"Set placement.strategy to {loose}"
     if fits := len(place(workers, nodes, strategy)):
         return f"Set learner.num_workers to at most {fits}"
-    short = [name for name in each if all(node.get(name, 0.0) < each[name] for node in nodes)]
+    short = [
+        name for name in resources if all(node.get(name, 0.0) < resources[name] for node in nodes)
+    ]
     if "GPU" in short and not any(node.get("GPU") for node in nodes):
         return "Set learner.use_gpu to false"
     if other := [name for name in short if name not in ("CPU", "GPU")]:
         return f"Lower {other[0]} in ScalingConfig.resources_per_worker"
-    if each.get("CPU", 0.0) > 1:
-        return f"Lower learner.cpus_per_worker ({each['CPU']:g})"
+    if resources.get("CPU", 0.0) > 1:
+        return f"Lower learner.cpus_per_worker ({resources['CPU']:g})"
     return "Lower learner.num_workers"

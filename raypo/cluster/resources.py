@@ -28,7 +28,7 @@ def cluster_nodes(section: ClusterSection) -> list[Node]:
     """
     connected_here = connect(section)
     try:
-        return [describe(f"node {i}", found) for i, found in enumerate(alive_nodes())]
+        return [describe(f"node {i}", resources) for i, resources in enumerate(alive_nodes())]
     finally:
         if connected_here:
             ray.shutdown()

@@ -78,16 +78,16 @@ class CheckedTorchConfig(TorchConfig):
     """Ray Train's TorchConfig with `CheckedBackend`."""
 
     @classmethod
-    def of(cls, given: TorchConfig | None) -> TorchConfig:
+    def of(cls, config: TorchConfig | None) -> TorchConfig:
         """Return the config with the check added.
 
         Args:
-            given: Values of the config. None means the defaults. An instance of a subclass is
+            config: Values of the config. None means the defaults. An instance of a subclass is
                 returned unchanged, without the check.
         """
-        if given is None:
+        if config is None:
             return cls()
-        return cls(**asdict(given)) if type(given) is TorchConfig else given
+        return cls(**asdict(config)) if type(config) is TorchConfig else config
 
     @property
     def backend_cls(self) -> Any:

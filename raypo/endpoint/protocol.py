@@ -185,8 +185,8 @@ def text_and_calls(
         tools: Tools that may be called. If set, the text keeps special tokens, because the marks
             of a call are special tokens for some models. None means no tool calls.
     """
-    kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
-    text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
+    response_ids = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
+    text = tokenizer.decode(response_ids.tolist(), skip_special_tokens=tools is None)
     text = text[: min((text.find(ending) for ending in stop if ending in text), default=len(text))]
     if tools is not None:
         with suppress(ToolError):
@@ -221,9 +221,13 @@ def answer_of(
     body = {"object": "chat.completion" if is_chat else "text_completion", "choices": choices}
     if request.return_token_ids and is_chat:
         body["prompt_token_ids"] = prompts_ids[0]
-    given = sum(map(len, prompts_ids))
+    prompt_tokens = sum(map(len, prompts_ids))
     sampled = sum(len(response.completion.token_ids) for response in answered)
-    usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+    usage = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": prompt_tokens + sampled,
+    }
     return body | {"usage": usage}
 
 
@@ -247,7 +251,7 @@ def _log_probs(answered: Answered, is_chat: bool) -> dict[str, Any]:
         return {"tokens": tokens, "token_logprobs": log_probs}
     return {
         "content": [
-            {"token": token, "logprob": each, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, each in zip(tokens, log_probs, strict=True)
+            {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, log_prob in zip(tokens, log_probs, strict=True)
         ]
     }

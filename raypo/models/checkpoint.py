@@ -208,8 +208,8 @@ def check_loaded(
     if foreign := (unexpected if missing else sorted({*inside, *heads})):
         problems.append(f"they have {_some(foreign)}, which the model does not have")
     if shapes:
-        name, found, wanted = shapes[0]
-        problems.append(f"{name} has the shape {list(found)} in its files, not {list(wanted)}")
+        name, actual, wanted = shapes[0]
+        problems.append(f"{name} has the shape {list(actual)} in its files, not {list(wanted)}")
     raise ConfigError(
         f"{key} ({path}), read as {type(model).__name__}: {'; '.join(problems)}. "
         f"{_remedy(type(model).__name__, missing, foreign, heads, is_classifier)}"
@@ -234,7 +234,7 @@ def _remedy(
     network: str, missing: list[str], foreign: list[str], heads: list[str], is_classifier: bool
 ) -> str:
     if prefix := next(
-        (each for each in WRAPPERS if any(n.startswith(each) for n in foreign)), None
+        (wrapper for wrapper in WRAPPERS if any(n.startswith(wrapper) for n in foreign)), None
     ):
         return (
             f'Save the model itself and not its wrapper, or take "{prefix}" off the names in the '

@@ -150,13 +150,13 @@ class Critic(nn.Module):
 
     def _load_value_head(self, file: Path) -> None:
         weights, own = load_file(file), self.value_head.state_dict()
-        found, wanted = (
-            ", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items())
+        actual, wanted = (
+            ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
             for tensors in (weights, own)
         )
         if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in own.items()}:
             raise ConfigError(
-                f"model.critic ({file.parent}): {file.name} has {found}, and a value head of this "
+                f"model.critic ({file.parent}): {file.name} has {actual}, and a value head of this "
                 f"backbone is {wanted}. Rename its tensors, or remove the file for a value head "
                 f"that starts at zero."
             )

@@ -62,7 +62,7 @@ class Groups:
         prompt, long = self.prompt_tokens, self.prompt_tokens + self.response_tokens
         every = Lengths(count * long, count * self.response_tokens, count * long**2)
         shared = Lengths(again * prompt, 0.0, again * prompt**2)
-        both = [forward_flops(shape, each, with_logits=with_logits) for each in (every, shared)]
+        both = [forward_flops(shape, part, with_logits=with_logits) for part in (every, shared)]
         return both[0] - both[1]
 
 

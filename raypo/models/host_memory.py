@@ -105,7 +105,7 @@ class HostMemory:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (slice of a storage on its device, host memory of that slice)."""
         if places := self._places_of(address):
-            sizes = [len(place) for place in places]
+            sizes = [len(block) for block in places]
             yield from zip(_flat(storage).split(sizes), places, strict=True)
 
     def _places_of(self, address: int) -> list[Tensor]:
@@ -127,11 +127,11 @@ class HostMemory:
                 pin = torch.cuda.is_available()
                 self._free.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin))
             piece = self._free.pop()
-            place, rest = piece[:size], piece[size:]
+            block, rest = piece[:size], piece[size:]
             if len(rest):
                 self._free.append(rest)
-            size -= len(place)
-            yield place
+            size -= len(block)
+            yield block
 
 
 def _flat(storage: torch.UntypedStorage) -> Tensor:

@@ -150,8 +150,8 @@ def reads_tokens(path: str, policy: str, *, key: str) -> bool:
     more, less = written - read, read - written
     if not more:
         return _are_spare(reader, less, ())
-    size, known = vocabulary_size(policy), vocabulary_size(path)
-    has_rows = all(token_id >= size or token_id < known for _, token_id in more)
+    size, own_size = vocabulary_size(policy), vocabulary_size(path)
+    has_rows = all(token_id >= size or token_id < own_size for _, token_id in more)
     return not less and has_rows and _are_spare(writer, more, stop_token_ids(policy, writer))
 
 
@@ -317,20 +317,24 @@ def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> t
     generation_config = read_generation_config(path, key=key)
     ids = generation_config and generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
-    found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-    if ids is None or not found:
+    token_ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    if ids is None or not token_ids:
         raise ConfigError(
             f"{key} ({path}): neither generation_config.json nor the tokenizer names an "
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
-    for each in found:
-        if not isinstance(each, int) or each < 0 or tokenizer.convert_ids_to_tokens(each) is None:
+    for token_id in token_ids:
+        if (
+            not isinstance(token_id, int)
+            or token_id < 0
+            or tokenizer.convert_ids_to_tokens(token_id) is None
+        ):
             raise ConfigError(
-                f"{key} ({path}): eos_token_id of its generation_config.json names {each!r}, but "
-                f"its tokenizer, with {len(tokenizer)} tokens, has no such id. Correct "
+                f"{key} ({path}): eos_token_id of its generation_config.json names {token_id!r}, "
+                f"but its tokenizer, with {len(tokenizer)} tokens, has no such id. Correct "
                 "eos_token_id in generation_config.json."
             )
-    return found
+    return token_ids
 
 
 def _load(
@@ -393,8 +397,8 @@ def _load(
 
 def _keep_heads_in_float32(network: Any) -> None:
     """Make transformers load heads in float32; it reads the setting from the model's class."""
-    kept = set(network._keep_in_fp32_modules_strict or ())
-    network._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
+    modules = set(network._keep_in_fp32_modules_strict or ())
+    network._keep_in_fp32_modules_strict = modules | {rf"^{name}\." for name in HEADS}
 
 
 def _set_dropout(config: PretrainedConfig, values: PretrainedConfig | None = None) -> None:

@@ -251,7 +251,7 @@ def _fused_experts(model: nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if "expert" in f"{name} {type(module).__name__}".lower()
-        and any(each.ndim == 3 for each in module.parameters(recurse=False))
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
     ]
 
 

@@ -96,7 +96,7 @@ def max_positions(values: dict[str, Any]) -> int | None:
     """
     values = values.get("text_config") or values
     limits = [values.get(name) for name in ("max_position_embeddings", "n_positions")]
-    limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
+    limit = next((value for value in limits if isinstance(value, int) and value > 0), None)
     if limit is None or values.get("alibi"):
         return None
     return int(max(limit, *(_stretched(limit, rope, values) for rope in _ropes(values))))
@@ -134,7 +134,7 @@ def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
     scaling = values.get("rope_scaling") or values.get("rope_parameters")
     if not isinstance(scaling, dict):
         return [{}]
-    return [each for each in scaling.values() if isinstance(each, dict)] or [scaling]
+    return [value for value in scaling.values() if isinstance(value, dict)] or [scaling]
 
 
 def _stretched(limit: int, rope: dict[str, Any], values: dict[str, Any]) -> float:
@@ -158,7 +158,7 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     """
     files = stored_files(folder, key)
     if not files:
-        others = sorted(each.name for each in folder.iterdir())[:8]
+        others = sorted(path.name for path in folder.iterdir())[:8]
         raise ConfigError(
             f"{key} ({folder}): the folder has no weights: no {' or '.join(SINGLE)}, and no "
             f"index of shards. It has {', '.join(others)}. Give a folder written by "

@@ -246,9 +246,9 @@ def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:
 
 
 def _size(values: dict[str, Any], name: str, default: Any = None) -> Any:
-    for known in (name, *OTHER_NAMES.get(name, ())):
-        if values.get(known) is not None:
-            return values[known]
+    for key in (name, *OTHER_NAMES.get(name, ())):
+        if values.get(key) is not None:
+            return values[key]
     if default is None:
         raise KeyError(name)
     return default
@@ -294,7 +294,7 @@ def _count_in_headers(folder: Path) -> tuple[int, int] | None:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError:  # a Git LFS pointer, or an incomplete file
             return None
-        sizes |= {name: math.prod(each.get_shape()) for name, each in slices.items()}
+        sizes |= {name: math.prod(part.get_shape()) for name, part in slices.items()}
     index = folder / "model.safetensors.index.json"
     if index.is_file() and set(_json(index, str(folder)).get("weight_map", ())) - set(sizes):
         return None  # a file of the index is missing

@@ -168,22 +168,28 @@ def as_float32(model: nn.Module) -> Iterator[None]:
 
     The stored weights do not change.
     """
-    kept: list[list[tuple[nn.Parameter, Tensor]]] = []
+    originals: list[list[tuple[nn.Parameter, Tensor]]] = []
 
     def widen(module: nn.Module, _: Any) -> None:
-        own = [each for each in module.parameters(recurse=False) if each.is_floating_point()]
-        kept.append([(each, each.data) for each in own])
-        for each in own:
-            each.data = each.data.float()
+        own = [
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if parameter.is_floating_point()
+        ]
+        originals.append([(parameter, parameter.data) for parameter in own])
+        for parameter in own:
+            parameter.data = parameter.data.float()
 
     def give_back(*_: Any) -> None:
-        for parameter, data in kept.pop():
+        for parameter, data in originals.pop():
             parameter.data = data
 
     hooks: list[Any] = []
     for module in model.modules():
         own = module.parameters(recurse=False)
-        if any(each.is_floating_point() and each.dtype != torch.float32 for each in own):
+        if any(
+            parameter.is_floating_point() and parameter.dtype != torch.float32 for parameter in own
+        ):
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(give_back, prepend=True, always_call=True))
     try:
@@ -232,12 +238,12 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
     if reads_packed(model):
         packed = _for_attention(packed)
         about_to_pass(packed.states)
-        kept, places = packed.states, None
+        states, places = packed.states, None
         # The model selects states by plain indexing, whose backward pass on CPU is deterministic
         # only for unique indices (see `_at`).
-        if kept.device.type == "cpu":
-            kept, places = kept.unique(return_inverse=True)
-        logits = model(**packed_inputs(packed), logits_to_keep=kept).logits[0]
+        if states.device.type == "cpu":
+            states, places = states.unique(return_inverse=True)
+        logits = model(**packed_inputs(packed), logits_to_keep=states).logits[0]
         return logits if places is None else _at(logits, places)
     return _by_rows(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
 
@@ -328,16 +334,16 @@ def attention_by_rows(
     assert dropout == 0.0, "models are loaded with their dropout off"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     heads = query.shape[1] // key.shape[1]
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))  # [N, H, D]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
     if heads > 1:
-        k, v = (each.repeat_interleave(heads, dim=1) for each in (k, v))
+        k, v = (tensor.repeat_interleave(heads, dim=1) for tensor in (k, v))
     sees_all = sliding_window is None or layout.rows[0].shape[1] <= sliding_window
     is_usual = softcap is None and q.shape == v.shape and q.device.type == "cpu"
     if sees_all and is_usual and layout.shares_scores:
         return SharedPrompts.apply(q, k, v, layout, scale)[None], None
     there, back = layout.rows
     kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
-    rows = _attend(*(_at(each, there) for each in (q, k, v)), **kind)  # [rows, longest, H, D]
+    rows = _attend(*(_at(tensor, there) for tensor in (q, k, v)), **kind)  # [rows, longest, H, D]
     return _at(rows.flatten(0, 1), back)[None], None
 
 
@@ -362,13 +368,13 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     """Compute causal attention of n rows, [n, L, H, D]."""
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     length = q.shape[2]
     if length <= (window or length) and softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return mixed.transpose(1, 2)
-    place = torch.arange(length, device=q.device)
-    before = place[:, None] - place  # [L, L]
+    position = torch.arange(length, device=q.device)
+    before = position[:, None] - position  # [L, L]
     mask = (before >= 0) & (before < (window or length))
     if softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -466,7 +472,7 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     )
     count = -(-len(token) // BLOCK)
 
-    def pairs_from(place: np.ndarray) -> np.ndarray:
+    def pairs_from(positions: np.ndarray) -> np.ndarray:
         """Count the (query, key) pairs whose key is at or after the query's `place`.
 
         Args:
@@ -476,7 +482,7 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
             The count for each query block and key block, [query blocks, key blocks + 1]. The last
             column counts queries whose `place` is after the last key.
         """
-        block, offset = np.divmod(place, BLOCK)
+        block, offset = np.divmod(positions, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)
         begun = np.bincount(at, minlength=cells).reshape(count, -1)
         of_first = np.bincount(at, BLOCK - offset, minlength=cells).reshape(count, -1)

@@ -31,7 +31,7 @@ def sequence_scores(
     """
     device = model.device
     if not has_score_head(model):
-        rows = [np.concatenate(each) for each in zip(prompts, responses, strict=True)]
+        rows = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
         ids = pad_sequence([torch.from_numpy(row).long() for row in rows], batch_first=True)
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
         read = model(

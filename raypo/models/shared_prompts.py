@@ -38,20 +38,20 @@ class SharedPrompts(torch.autograd.Function):
         there, _, tokens, back = layout.responses
         if len(tokens):
             own = _attend(q[there], k[there], v[there], scale=scale, causal=True)
-            mixed[tokens], norms[tokens] = (each.flatten(0, 1)[back] for each in own)
+            mixed[tokens], norms[tokens] = (tensor.flatten(0, 1)[back] for tensor in own)
         for group in layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
             seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale=scale, causal=True)
-            mixed[prompt], norms[prompt] = (each[0] for each in seen)
+            mixed[prompt], norms[prompt] = (tensor[0] for tensor in seen)
             if not group.responses:
                 continue
             seen = _attend(
                 q[None, said], k[None, prompt], v[None, prompt], scale=scale, causal=False
             )
-            of_prompt, its_norms = (each[0] for each in seen)
+            of_prompt, its_norms = (tensor[0] for tensor in seen)
             both = torch.logaddexp(its_norms, norms[said])
             its_share, own_share = (
-                (each - both).exp()[..., None] for each in (its_norms, norms[said])
+                (tensor - both).exp()[..., None] for tensor in (its_norms, norms[said])
             )
             mixed[said] = its_share * of_prompt + own_share * mixed[said]
             norms[said] = both
@@ -67,23 +67,27 @@ class SharedPrompts(torch.autograd.Function):
         """
         q, k, v, mixed, norms = ctx.saved_tensors
         grad, scale = grads[0].contiguous(), ctx.scale
-        made = tuple(torch.empty_like(each) for each in (q, k, v))
+        made = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
         there, is_padding, tokens, back = ctx.layout.responses
         if len(tokens):
-            known = [each[there] for each in (grad, q, k, v, mixed, norms)]
-            known[0][is_padding], known[-1][is_padding] = 0.0, torch.inf  # probability 0
-            for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
+            inputs = [tensor[there] for tensor in (grad, q, k, v, mixed, norms)]
+            inputs[0][is_padding], inputs[-1][is_padding] = 0.0, torch.inf  # probability 0
+            for whole, part in zip(
+                made, _gradients(*inputs, scale=scale, causal=True), strict=True
+            ):
                 whole[tokens] = part.flatten(0, 1)[back]
         for group in ctx.layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
-            known = [each[None, prompt] for each in (grad, q, k, v, mixed, norms)]
-            for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
+            inputs = [tensor[None, prompt] for tensor in (grad, q, k, v, mixed, norms)]
+            for whole, part in zip(
+                made, _gradients(*inputs, scale=scale, causal=True), strict=True
+            ):
                 whole[prompt] = part[0]
             if not group.responses:
                 continue
-            known = [each[None, said] for each in (grad, q, mixed, norms)]
-            known[2:2] = [k[None, prompt], v[None, prompt]]
-            parts = _gradients(*known, scale=scale, causal=False)
+            inputs = [tensor[None, said] for tensor in (grad, q, mixed, norms)]
+            inputs[2:2] = [k[None, prompt], v[None, prompt]]
+            parts = _gradients(*inputs, scale=scale, causal=False)
             for whole, where, part in zip(made, (said, prompt, prompt), parts, strict=True):
                 whole[where] += part[0]
         return *made, None, None
@@ -98,7 +102,7 @@ def _attend(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [n, L, H, D] and its log-sum-exp normalisers [n, L, H]."""
-    heads_first = (each.transpose(1, 2) for each in (q, k, v))
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     mixed, norms = _flash(*heads_first, 0.0, causal, scale=scale)
     return mixed.transpose(1, 2), norms.transpose(1, 2)
 
@@ -115,6 +119,6 @@ def _gradients(
     causal: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v through the attention to these keys."""
-    heads_first = (each.transpose(1, 2) for each in (grad, q, k, v, mixed, norms))
+    heads_first = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, mixed, norms))
     made = _flash_backward(*heads_first, 0.0, causal, scale=scale)
-    return tuple(each.transpose(1, 2) for each in made)
+    return tuple(tensor.transpose(1, 2) for tensor in made)

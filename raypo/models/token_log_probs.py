@@ -97,7 +97,7 @@ def over_logits(
     model: Any,  # a Hugging Face causal language model
     packed: Packed,
     of_chunk: Callable[..., tuple[Tensor, ...]],
-    *known: Tensor,  # [M, ...] each
+    *inputs: Tensor,  # [M, ...] each
 ) -> tuple[Tensor, ...]:
     """Apply a differentiable function to the logits of packed rows, chunk by chunk.
 
@@ -106,19 +106,19 @@ def over_logits(
     after the head, such as by a cap or a scale: it computes all logits at once.
 
     Args:
-        of_chunk: Function of the logits [n, V] of some tokens, and of the rows of `known` for these
-            tokens, [n, ...] each. It returns tensors [n, ...].
-        known: Further inputs of the function, with one row per token.
+        of_chunk: Function of the logits [n, V] of some tokens, and of their rows of `inputs`,
+            [n, ...] each. It returns tensors [n, ...].
+        inputs: Further inputs of the function, with one row per token.
 
     Returns:
         The function's results for all tokens, [M, ...] each.
     """
     if not _has_bare_head(model):
-        return of_chunk(own_logits(model, packed), *known)
+        return of_chunk(own_logits(model, packed), *inputs)
     head = model.get_output_embeddings()
 
     def of_states(states: Tensor) -> tuple[Tensor, ...]:
-        return _OverLogits.apply(states, head.weight, head.bias, head, of_chunk, *known)  # type: ignore[no-any-return]
+        return _OverLogits.apply(states, head.weight, head.bias, head, of_chunk, *inputs)  # type: ignore[no-any-return]
 
     return _in_place_of_head(model, packed, of_states)
 
@@ -260,8 +260,8 @@ class _HeadLogProbs(torch.autograd.Function):
         states, weight, bias, *saved = ctx.saved_tensors
 
         def gradient(logits: Tensor, rows: slice) -> Tensor:
-            known = [None if each is None else each[rows] for each in (*saved, *grads)]
-            _gradient_of_logits(logits, *known, temperature=ctx.temperature, out=logits)  # type: ignore[arg-type]
+            inputs = [None if tensor is None else tensor[rows] for tensor in (*saved, *grads)]
+            _gradient_of_logits(logits, *inputs, temperature=ctx.temperature, out=logits)  # type: ignore[arg-type]
             return logits
 
         rows = chunk_rows(len(weight), weight.device.type)
@@ -280,30 +280,32 @@ class _OverLogits(torch.autograd.Function):
         bias: Tensor | None,  # [V]
         head: Any,
         of_chunk: Callable[..., tuple[Tensor, ...]],
-        *known: Tensor,  # [M, ...] each
+        *inputs: Tensor,  # [M, ...] each
     ) -> tuple[Tensor, ...]:
         # ZeRO-3 has gathered the weight.
         rows = chunk_rows(len(weight), weight.device.type, is_fused=False)
         made = [
             of_chunk(_logits(head, chunk, weight, bias), *some)
-            for chunk, *some in zip(*(each.split(rows) for each in (states, *known)), strict=True)
+            for chunk, *some in zip(
+                *(tensor.split(rows) for tensor in (states, *inputs)), strict=True
+            )
         ]
-        ctx.save_for_backward(states, weight, bias, *known)
+        ctx.save_for_backward(states, weight, bias, *inputs)
         ctx.head, ctx.of_chunk = head, of_chunk
         return tuple(map(torch.cat, zip(*made, strict=True)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, bias, *known = ctx.saved_tensors
+        states, weight, bias, *inputs = ctx.saved_tensors
 
         def gradient(logits: Tensor, rows: slice) -> Tensor:
             with torch.enable_grad():
-                told = ctx.of_chunk(logits.requires_grad_(), *(each[rows] for each in known))
+                told = ctx.of_chunk(logits.requires_grad_(), *(tensor[rows] for tensor in inputs))
                 return torch.autograd.grad(told, logits, [grad[rows] for grad in grads])[0]
 
         rows = chunk_rows(len(weight), weight.device.type, is_fused=False)
         gradients = _head_gradients(ctx, states, weight, bias, gradient, rows)
-        return *gradients, None, None, *(None for _ in known)
+        return *gradients, None, None, *(None for _ in inputs)
 
 
 def _head_gradients(

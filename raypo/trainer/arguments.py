@@ -29,7 +29,7 @@ from raypo.data.rows import read_rows
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
-from raypo.trainer.given_rows import Rows, check_rows, named_rows
+from raypo.trainer.given_rows import Rows, check_rows
 from raypo.translation.foreign_settings import RECIPES, of_trl
 from raypo.translation.run_file import translate
 
@@ -55,13 +55,11 @@ class Arguments:
     eval_dataset: Any = None
     reward_funcs: Any = None
     reward_weights: Sequence[float] | None = None
-    reward_fn: RewardFunction | None = None
     processing_class: Any = None
     peft_config: Any = None
     ref_model: Any = None
     callbacks: Sequence[Any] | None = None
     datasets: Mapping[str, Rows] | None = None
-    rows: Mapping[str, Rows] | None = None
 
 
 @dataclass
@@ -82,45 +80,45 @@ class Given(Generic[AnyConfig]):
 
 
 def read_arguments(
-    kind: type[AnyConfig], config: object, given: Arguments, *, preset: str | None
+    kind: type[AnyConfig], config: object, arguments: Arguments, *, preset: str | None
 ) -> Given[AnyConfig]:
     """Convert a trainer's arguments to a config and the Python objects that it cannot hold.
 
     Args:
         kind: Config class of the recipe.
         config: A config, a mapping of its keys, the path of a run file, or None.
-        given: The other arguments, which set keys of the config.
+        arguments: The other arguments, which set keys of the config.
         preset: Value of `ppo.preset` if `config` sets neither `ppo.preset` nor `ppo.advantage`.
 
     Raises:
         ConfigError: an argument is wrong, or has no effect.
     """
-    config, given, report = _with_trl(kind, config, given)
-    if config is not None and given.args is not None:
+    config, arguments, report = _with_trl(kind, config, arguments)
+    if config is not None and arguments.args is not None:
         raise ConfigError(
-            f"args ({type(given.args).__name__}): the first argument is a config already. Give "
+            f"args ({type(arguments.args).__name__}): the first argument is a config already. Give "
             f"one of the two; both take a config, a mapping or the path of a run file."
         )
-    config = given.args if config is None else config
+    config = arguments.args if config is None else config
     values, origin = _values(config, kind)
     if preset and not {"preset", "advantage"} & (values.get("ppo") or {}).keys():
         put(values, "ppo.preset", preset)
-    if given.processing_class is not None and not hasattr(
-        given.processing_class, "save_pretrained"
+    if arguments.processing_class is not None and not hasattr(
+        arguments.processing_class, "save_pretrained"
     ):
         raise ConfigError(
-            f"processing_class ({given.processing_class!r}): is not a tokenizer. Give the object "
-            "that AutoTokenizer.from_pretrained returns, or leave it out: a run loads the "
+            f"processing_class ({arguments.processing_class!r}): is not a tokenizer. Give the "
+            "object that AutoTokenizer.from_pretrained returns, or leave it out: a run loads the "
             "tokenizer from the model's folder."
         )
-    models = _set_models(values, kind, given)
-    if given.peft_config is not None:
-        put(values, "model.lora", _lora_of(given.peft_config))
-    rows = _set_rows(values, kind, given)
-    reward_fn = _set_rewards(values, kind, given)
-    callbacks = _set_callbacks(values, () if given.callbacks is None else given.callbacks)
-    if given.model is not None:
-        path = str(getattr(given.model, "name_or_path", given.model))
+    models = _set_models(values, kind, arguments)
+    if arguments.peft_config is not None:
+        put(values, "model.lora", _lora_of(arguments.peft_config))
+    rows = _set_rows(values, kind, arguments)
+    reward_fn = _set_rewards(values, kind, arguments)
+    callbacks = _set_callbacks(values, () if arguments.callbacks is None else arguments.callbacks)
+    if arguments.model is not None:
+        path = str(getattr(arguments.model, "name_or_path", arguments.model))
         recipe = kind.model_fields["recipe"].default
         valid = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("._-")
         values.setdefault("name", f"{valid or 'model'}-{recipe}")
@@ -147,7 +145,7 @@ def kind_of_trl(value: object) -> str:
 
 
 def _with_trl(
-    kind: type[RecipeConfig], config: object, given: Arguments
+    kind: type[RecipeConfig], config: object, arguments: Arguments
 ) -> tuple[object, Arguments, tuple[str, ...]]:
     """Translate a config object of TRL. Keys of `config` take precedence over its fields.
 
@@ -158,11 +156,11 @@ def _with_trl(
     Raises:
         ConfigError: a field is refused, or decides what is learned and is not known.
     """
-    if kind_of_trl(config) and given.args is None:
-        config, given = None, replace(given, args=config)
-    if not kind_of_trl(given.args):
-        return config, given, ()
-    args: Any = given.args
+    if kind_of_trl(config) and arguments.args is None:
+        config, arguments = None, replace(arguments, args=config)
+    if not kind_of_trl(arguments.args):
+        return config, arguments, ()
+    args: Any = arguments.args
     name = f"args ({type(args).__name__})"
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(
@@ -171,8 +169,8 @@ def _with_trl(
         )
     fields = dict(args.to_dict())
     weights = fields.pop("reward_weights", None)
-    if weights is not None and given.reward_weights is None:
-        given = replace(given, reward_weights=weights)
+    if weights is not None and arguments.reward_weights is None:
+        arguments = replace(arguments, reward_weights=weights)
     # Configs of GRPO and RLOO have the number of processes in their batch sizes.
     if kind_of_trl(args) not in ("GRPOConfig", "RLOOConfig"):
         fields["world_size"] = getattr(args, "world_size", 1)
@@ -184,12 +182,12 @@ def _with_trl(
             f"TRL for {kind.model_fields['recipe'].default}."
         )
     elsewhere = {
-        "model.policy": (given.model,),
-        "data.prompts": (given.train_dataset, given.datasets, given.rows),
-        "reward.function": (given.reward_funcs, given.reward_fn),
+        "model.policy": (arguments.model,),
+        "data.prompts": (arguments.train_dataset, arguments.datasets),
+        "reward.function": (arguments.reward_funcs,),
     }
     set_keys = [k for k, values in elsewhere.items() if any(v is not None for v in values)]
-    made = translate(source, given=[*set_keys, *own], rows=_count(given))
+    made = translate(source, given=[*set_keys, *own], rows=_count(arguments))
     # A run gets a name from its model, and stops at a prompt that is longer than the default.
     optional = ("name", "data.max_prompt_tokens")
     unset = {key: why for key, (value, why) in made.done.items() if str(value) == TODO}
@@ -203,14 +201,15 @@ def _with_trl(
     values = nested({key: value for key, (value, _) in done.items()})
     for key, value in own.items():
         put(values, key, value)
-    return values, replace(given, args=None), (f"{name}:", *made._replace(done=done).report())
+    return values, replace(arguments, args=None), (f"{name}:", *made._replace(done=done).report())
 
 
-def _count(given: Arguments) -> int | None:
+def _count(arguments: Arguments) -> int | None:
     """Return the number of rows in `train_dataset`, or None if it is not known."""
-    data = given.train_dataset
+    data = arguments.train_dataset
     if data is None:
-        data = (given.datasets or {}).get("train", (given.rows or {}).get("data.prompts"))
+        datasets = arguments.datasets or {}
+        data = datasets.get("train", datasets.get("data.prompts"))
     if isinstance(data, str | Path):
         is_file = Path(data).is_file()
         return sum(1 for _ in read_rows(str(data), key="train_dataset")) if is_file else None
@@ -234,29 +233,29 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values[first] = value
 
 
-def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
+def _values(config: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
     """Return the nested values of a config in any form, and the prefix of error messages."""
-    if isinstance(given, str | Path):
-        is_file = Path(given).exists() or Path(given).suffix in (".yaml", ".yml")
-        if not is_file or Path(given, "config.json").exists():
+    if isinstance(config, str | Path):
+        is_file = Path(config).exists() or Path(config).suffix in (".yaml", ".yml")
+        if not is_file or Path(config, "config.json").exists():
             what = "this is a model's folder" if is_file else "there is no such run file"
             raise ConfigError(
-                f"config ({given}): {what}. Give the path of a run file, or pass the model as "
-                f"model={str(given)!r}."
+                f"config ({config}): {what}. Give the path of a run file, or pass the model as "
+                f"model={str(config)!r}."
             )
-        return read_yaml(Path(given), ()), str(given)
-    if isinstance(given, kind):
-        whole = given.model_dump()
+        return read_yaml(Path(config), ()), str(config)
+    if isinstance(config, kind):
+        whole = config.model_dump()
         if "ppo" in whole:  # without its defaults, which would hide the preset of GRPOTrainer
-            whole["ppo"] = getattr(given, "ppo").model_dump(exclude_unset=True)  # noqa: B009
+            whole["ppo"] = getattr(config, "ppo").model_dump(exclude_unset=True)  # noqa: B009
         return whole, "config"
-    if given is None or isinstance(given, Mapping):
+    if config is None or isinstance(config, Mapping):
         values: dict[str, Any] = {}
-        for key, value in (given or {}).items():
+        for key, value in (config or {}).items():
             put(values, str(key), value)
         return values, "args"
-    name = type(given).__name__
-    is_foreign = "trl" in type(given).__module__
+    name = type(config).__name__
+    is_foreign = "trl" in type(config).__module__
     of_others = f" Of TRL, raypo reads {', '.join(RECIPES)}." if is_foreign else ""
     raise ConfigError(
         f"config ({name}): must be a {kind.__name__}, a mapping of its keys like "
@@ -265,41 +264,41 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
 
 
 def _set_models(
-    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
 ) -> dict[str, tuple[Any, Any]]:
     """Set the config keys of the models. Return models given as objects, with their tokenizers."""
-    known, objects = known_keys(kind), {}
+    recipe_keys, objects = known_keys(kind), {}
     for name, key in (("model", "model.policy"), ("ref_model", "model.reference")):
-        model = getattr(given, name)
-        if model is not None and key not in known:
+        model = getattr(arguments, name)
+        if model is not None and key not in recipe_keys:
             raise ConfigError(f"{name}: this recipe has no {key}. Leave it out.")
         if isinstance(model, str | Path):
             put(values, key, str(model))
         elif model is not None:
-            _check_model(model, name, given.processing_class)
-            objects[key] = (model, given.processing_class)
+            _check_model(model, name, arguments.processing_class)
+            objects[key] = (model, arguments.processing_class)
             put(values, key, GIVEN)
-    if given.processing_class is not None and "model.policy" not in objects:
-        _check_tokenizer(given.processing_class, values)
+    if arguments.processing_class is not None and "model.policy" not in objects:
+        _check_tokenizer(arguments.processing_class, values)
     return objects
 
 
 def _check_model(model: Any, name: str, tokenizer: Any) -> None:
     """Refuse an object that cannot be saved as a Hugging Face folder."""
-    given = f"{name} ({type(model).__name__})"
+    label = f"{name} ({type(model).__name__})"
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            f"{given}: already has adapters, but a run trains its own. Give "
+            f"{label}: already has adapters, but a run trains its own. Give "
             "model.merge_and_unload(), or the base model and peft_config."
         )
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(
-            f"{given}: is not a transformers model. Give a folder, a hub id, or an object with "
+            f"{label}: is not a transformers model. Give a folder, a hub id, or an object with "
             "save_pretrained."
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{given}: a model object is saved to the run's folder together with its tokenizer. "
+            f"{label}: a model object is saved to the run's folder together with its tokenizer. "
             "Give processing_class, or give the model's folder or hub id as a text."
         )
 
@@ -323,11 +322,11 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
     differing = [n for n in names if getattr(tokenizer, n, None) != getattr(loaded, n, None)]
     # Scripts add a padding token, which raypo does not need.
     pad = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
-    tokens, known = (
-        {n: t for n, t in getattr(each, "added_tokens_decoder", {}).items() if str(t) not in pad}
-        for each in (tokenizer, loaded)
+    tokens, loaded_tokens = (
+        {n: t for n, t in getattr(source, "added_tokens_decoder", {}).items() if str(t) not in pad}
+        for source in (tokenizer, loaded)
     )
-    differing += ["added_tokens_decoder"] * (tokens != known)
+    differing += ["added_tokens_decoder"] * (tokens != loaded_tokens)
     if differing:
         raise ConfigError(
             f"processing_class ({own}): its {differing[0]} is not that of the tokenizer in "
@@ -336,18 +335,18 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
         )
 
 
-def _lora_of(given: Any) -> dict[str, Any]:
+def _lora_of(peft_config: Any) -> dict[str, Any]:
     """Convert peft's LoraConfig to the keys below `model.lora`."""
-    if isinstance(given, Mapping):
-        return dict(given)
+    if isinstance(peft_config, Mapping):
+        return dict(peft_config)
     from peft import LoraConfig
 
-    if not isinstance(given, LoraConfig):
+    if not isinstance(peft_config, LoraConfig):
         raise ConfigError(
-            f"peft_config ({type(given).__name__}): raypo trains only LoRA adapters. Give a "
+            f"peft_config ({type(peft_config).__name__}): raypo trains only LoRA adapters. Give a "
             "LoraConfig, or a mapping like {'rank': 16, 'alpha': 32}."
         )
-    usual, values = LoraConfig().to_dict(), given.to_dict()
+    usual, values = LoraConfig().to_dict(), peft_config.to_dict()
     for name in values.keys() - LORA_KEYS.keys() - _LORA_IGNORED:
         if values[name] != usual.get(name) and values[name] not in (None, [], {}):
             raise ConfigError(
@@ -365,15 +364,20 @@ def _lora_of(given: Any) -> dict[str, Any]:
 
 
 def _set_rows(
-    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
 ) -> dict[str, Rows]:
     """Set the config keys of the data. Return rows given as objects, by config key."""
     held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
-    rows = named_rows(given.datasets, given.rows, held_out=held_out)
+    rows: dict[str, Rows] = {}
+    for name, data in (arguments.datasets or {}).items():
+        key = {"train": "data.prompts", "eval": held_out}.get(name, name)
+        if key in rows:
+            raise ConfigError(f"datasets ({key}): the rows of this key are given twice.")
+        rows[key] = data
     for name, key in (("train_dataset", "data.prompts"), ("eval_dataset", held_out)):
-        data = getattr(given, name)
+        data = getattr(arguments, name)
         if data is not None and key in rows:
-            raise ConfigError(f"{name}: datasets or rows has {key} too. Give one of the two.")
+            raise ConfigError(f"{name}: datasets has {key} too. Give one of the two.")
         if isinstance(data, str | Path):
             put(values, key, str(data))
         elif data is not None:
@@ -384,9 +388,9 @@ def _set_rows(
     return rows
 
 
-def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., Any], ...]:
+def _set_callbacks(values: dict[str, Any], argument: Any) -> tuple[Callable[..., Any], ...]:
     """Set the key `callbacks` to the given import paths, and return the given functions."""
-    callbacks = given if isinstance(given, list | tuple) else [given]
+    callbacks = argument if isinstance(argument, list | tuple) else [argument]
     if named := [callback for callback in callbacks if isinstance(callback, str)]:
         put(values, "callbacks", named)
     functions = tuple(callback for callback in callbacks if not isinstance(callback, str))
@@ -396,22 +400,23 @@ def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., An
 
 
 def _set_rewards(
-    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
 ) -> RewardFunction | None:
     """Set the config keys of the rewards, and return the reward function that they cannot hold.
 
     Several functions become one, their weighted sum. A single import path is stored in the config.
     """
-    funcs = given.reward_funcs
+    funcs = arguments.reward_funcs
     all_funcs = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
     if all_funcs and not issubclass(kind, OnlineConfig):
         raise ConfigError(
-            f"reward_funcs ({all_funcs[0]}): this recipe trains on given rows, so no samples are "
-            "scored. Leave it out; eval.function of an SFTConfig or DPOConfig scores answers to "
-            "held-out prompts."
+            f"reward_funcs ({function_name(all_funcs[0])}): this recipe trains on given rows, so "
+            "no samples are scored. Leave it out; eval.function of an SFTConfig or DPOConfig "
+            "scores answers to held-out prompts."
         )
-    all_funcs += [] if given.reward_fn is None else [given.reward_fn]
-    weights = [1.0] * len(all_funcs) if given.reward_weights is None else [*given.reward_weights]
+    weights = (
+        [1.0] * len(all_funcs) if arguments.reward_weights is None else [*arguments.reward_weights]
+    )
     if len(weights) != len(all_funcs):
         raise ConfigError(
             f"reward_weights ({weights}): there are {len(all_funcs)} reward functions. Give a "
@@ -453,7 +458,7 @@ def _checked(function: Any) -> Any:
     return function
 
 
-def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyConfig:
+def with_models(config: AnyConfig, models: Mapping[str, tuple[Any, Any]]) -> AnyConfig:
     """Save models and tokenizers into the run's folder, and return the config that names them.
 
     A folder's name contains a hash of its content, so an attempt to resume the run with another
@@ -463,7 +468,7 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
         ConfigError: the run's folder is at a URI, from which models cannot be loaded.
     """
     values = config.model_dump()
-    for key, (model, tokenizer) in given.items():
+    for key, (model, tokenizer) in models.items():
         from raypo.models.model_folder import ModelFolder, follow_umask  # here: it imports torch
 
         if is_uri(config.storage_path):
@@ -485,10 +490,10 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
             with file.open("rb") as opened:
                 while block := opened.read(BLOCK):
                     content.update(block)
-        place = folder / f"{key}-{content.hexdigest()}"
-        if place.exists():
+        final = folder / f"{key}-{content.hexdigest()}"
+        if final.exists():
             shutil.rmtree(temporary)
         else:
-            temporary.rename(place)
-        put(values, key, str(place))
-    return type(config).parse(values, origin="trainer") if given else config
+            temporary.rename(final)
+        put(values, key, str(final))
+    return type(config).parse(values, origin="trainer") if models else config

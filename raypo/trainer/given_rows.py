@@ -28,46 +28,18 @@ Rows = Any
 """A `ray.data.Dataset`, or a sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
 
 
-def named_rows(
-    datasets: Mapping[str, Rows] | None, rows: Mapping[str, Rows] | None, *, held_out: str
-) -> dict[str, Rows]:
-    """Merge a trainer's arguments `datasets` and `rows` into one mapping of config keys to rows.
-
-    Args:
-        datasets: Rows by `train` or `eval`, as in Ray Train. Config keys are accepted too, as in
-            earlier versions.
-        rows: Rows by config key.
-        held_out: Config key that `eval` stands for.
-
-    Raises:
-        ConfigError: rows for a config key are given twice.
-    """
-    names = {"train": "data.prompts", "eval": held_out}
-    found: dict[str, Rows] = {}
-    for key, value in [
-        *((names.get(name, name), value) for name, value in (datasets or {}).items()),
-        *(rows or {}).items(),
-    ]:
-        if key in found:
-            raise ConfigError(
-                f"datasets ({key}): the rows of this key are given twice. Give them once."
-            )
-        found[key] = value
-    return found
-
-
-def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
+def check_rows(kind: type[RecipeConfig], rows_by_key: Mapping[str, Rows]) -> None:
     """Refuse rows for an unknown key, and iterators, which can be read only once.
 
     Raises:
         ConfigError: a key or its rows are refused.
     """
-    known = [key for key in marked_keys(kind, PATH) if key.startswith(("data.", "eval."))]
-    for key, rows in given.items():
-        if key not in known:
+    keys = [key for key in marked_keys(kind, PATH) if key.startswith(("data.", "eval."))]
+    for key, rows in rows_by_key.items():
+        if key not in keys:
             raise ConfigError(
-                f"datasets ({key}): the keys must be train and eval. The argument rows takes the "
-                f"keys of the config: {', '.join(known)}."
+                f"datasets ({key}): the keys must be train, eval or keys of the config: "
+                f"{', '.join(keys)}."
             )
         if remedy := _remedy(key, rows):
             raise ConfigError(
@@ -110,7 +82,7 @@ def is_ray_data(rows: Rows) -> bool:
     return isinstance(rows, Dataset)
 
 
-def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
+def with_rows(config: AnyConfig, rows_by_key: Mapping[str, Rows]) -> AnyConfig:
     """Write rows given in Python into the run's folder. Return the config that names the files.
 
     A file's name contains a hash of its content, so that other rows never overwrite the rows of a
@@ -119,11 +91,11 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
     Raises:
         ConfigError: there are no rows, a row is not a mapping, or JSON cannot represent a row.
     """
-    if not given:
+    if not rows_by_key:
         return config
     files = RunFiles(config.storage_path, config.name)
     values = config.model_dump()
-    for key, rows in given.items():
+    for key, rows in rows_by_key.items():
         section, _, name = key.partition(".")
         if is_ray_data(rows):
             connect(config.cluster)

@@ -13,8 +13,8 @@ from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.cluster.hardware import this_machine
 from raypo.cluster.placement import worker_resources
-from raypo.config import ConfigError, OnlineConfig, RecipeConfig
-from raypo.custom.loader import check_callable, imported_now
+from raypo.config import ConfigError, RecipeConfig
+from raypo.custom.loader import imported_now
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
 
@@ -51,27 +51,27 @@ _REFUSED = {
     ),
 }
 """Remedy for each argument of TorchTrainer that would have no effect, by argument."""
-_OF_TRL = {
+_RENAMED = {
     "compute_metrics": "use callbacks, which are functions of a StepView that return metrics.",
     "data_collator": "rows are packed by raypo. Leave it out.",
     "optimizers": "the learner section configures AdamW and its schedule. Leave it out.",
     "reward_model": "give its folder or hub id in reward_funcs.",
     "reward_processing_classes": "a reward model's folder has its tokenizer. Leave it out.",
+    "reward_fn": "it is called reward_funcs.",
     "rollout_func": (
         "rollout.environment and rollout.agent name classes that sample episodes "
         "(docs/environments.md)."
     ),
+    "rows": "datasets takes config keys too, like {'eval.prompts': rows}.",
     "tokenizer": "it is called processing_class.",
     "value_model": "set model.critic in args to its folder or hub id.",
 }
-"""Remedy for each argument that TRL's trainers have and raypo's lack, by argument."""
+"""Remedy for each argument that trainers of TRL or of earlier raypo versions have, by argument."""
 
 
 def check_arguments(
-    kind: type[RecipeConfig],
     scaling: ScalingConfig | None,
     run: RunConfig | None,
-    reward_fn: RewardFunction | None,
     torch_trainer_arguments: Mapping[str, Any],
 ) -> None:
     """Refuse arguments that would have no effect; TorchTrainer refuses most unknown ones itself.
@@ -82,8 +82,8 @@ def check_arguments(
     for name, value in torch_trainer_arguments.items():
         if name in _REFUSED and value is not None:
             raise ConfigError(f"{name} ({type(value).__name__}): {_REFUSED[name]}")
-        if name in _OF_TRL:
-            raise ConfigError(f"{name}: is not an argument of raypo's trainers; {_OF_TRL[name]}")
+        if name in _RENAMED:
+            raise ConfigError(f"{name}: is not an argument of raypo's trainers; {_RENAMED[name]}")
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs only on CPUs and GPUs. Leave it out."
@@ -94,15 +94,6 @@ def check_arguments(
             "and models of a run would not be stored with its checkpoints. Give storage_path as "
             "a URI, like s3://bucket/folder?endpoint_override=host."
         )
-    if reward_fn is None:
-        return
-    if not issubclass(kind, OnlineConfig):
-        raise ConfigError(
-            f"reward_fn ({_function_name(reward_fn)}): this recipe trains on given rows, so no "
-            "samples are scored. Leave it out; eval.function of an SFTConfig or DPOConfig "
-            "scores answers to held-out prompts."
-        )
-    check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
 
 
 def check_not_started_by_import() -> None:
@@ -149,12 +140,12 @@ def resolve(
         failures = (run.failure_config or FailureConfig()).max_failures
         if failures != FailureConfig().max_failures:
             values["max_failures"] = failures
-        kept = run.checkpoint_config or CheckpointConfig()
-        if kept.num_to_keep is not None:
-            values["checkpoint"]["keep"] = kept.num_to_keep
-        if kept.checkpoint_score_attribute is not None:
-            values["checkpoint"]["best_by"] = kept.checkpoint_score_attribute
-            values["checkpoint"]["best_mode"] = kept.checkpoint_score_order
+        checkpoints = run.checkpoint_config or CheckpointConfig()
+        if checkpoints.num_to_keep is not None:
+            values["checkpoint"]["keep"] = checkpoints.num_to_keep
+        if checkpoints.checkpoint_score_attribute is not None:
+            values["checkpoint"]["best_by"] = checkpoints.checkpoint_score_attribute
+            values["checkpoint"]["best_mode"] = checkpoints.checkpoint_score_order
     if reward_fn is not None:
         values["reward"]["function"] = _function_name(reward_fn)
     return type(config).parse(values, origin="trainer")
@@ -163,11 +154,11 @@ def resolve(
 def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
     """Return `placement.label_selector` with the labels of Ray's scaling config."""
     configured = vars(config)["placement"].label_selector
-    given = scaling.label_selector or {}
-    selectors = given if isinstance(given, list) else [given]
+    argument = scaling.label_selector or {}
+    selectors = argument if isinstance(argument, list) else [argument]
     if any(selector != selectors[0] for selector in selectors):
         raise ConfigError(
-            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so "
+            f"ScalingConfig.label_selector ({argument}): Ray Train numbers its workers by node, so "
             "a selector cannot apply to one worker only. Give one mapping for all workers; "
             "placement.label_selector has a selector for each role."
         )
@@ -204,15 +195,15 @@ def _function_name(function: RewardFunction) -> str:
     return f"{module}:{name}"
 
 
-def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
-    """Return Ray's scaling config for the resolved config; other fields of `given` are kept."""
+def scaling_of(config: Any, scaling_config: ScalingConfig | None) -> ScalingConfig:
+    """Return Ray's scaling config for the resolved config; its other fields stay."""
     learner = config.learner
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
         check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
     count = learner.total_workers
     wanted = (learner.min_workers, count) if learner.is_elastic else count
-    scaling = given or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
+    scaling = scaling_config or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker
@@ -244,9 +235,9 @@ def _has_gpus(config: RecipeConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
-    """Return Ray's run config for the resolved config; other fields of `given` are kept."""
-    run = given or RunConfig()
+def run_config_of(config: Any, run_config: RunConfig | None) -> RunConfig:
+    """Return Ray's run config for the resolved config; its other fields stay."""
+    run = run_config or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
     # For up to 20 s after a node is lost, Ray's elastic policy still counts the node's devices. A

@@ -134,9 +134,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         callbacks: Sequence[Callable[[StepView], Any] | str] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        reward_fn: RewardFunction | None = None,
         datasets: Mapping[str, Rows] | None = None,
-        rows: Mapping[str, Rows] | None = None,
         fresh: bool = False,
         notes: Sequence[str] | None = None,
         **torch_trainer_arguments: Any,
@@ -155,8 +153,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 fields; `fit` prints what became of them.
             train_dataset: `data.prompts`: a path or hub id, or rows as in `datasets`.
             eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
-            reward_funcs: One or several reward functions, whose scores are added. Each is a
-                function (list[Rollout]) -> list[float], a function f(prompts, completions,
+            reward_funcs: For recipes that sample: one or several reward functions, whose scores are
+                added. They replace `reward.function`. Each is a function or callable object
+                (list[Rollout]) -> list[float], a function f(prompts, completions,
                 **columns) as in TRL, a compute_score(data_source, solution_str, ground_truth,
                 extra_info) as in verl, an import path `file.py:name`, or the folder or hub id of a
                 reward model.
@@ -177,14 +176,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 `checkpoint.keep`, and `checkpoint_score_attribute` and `checkpoint_score_order`
                 override `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count
                 as not set.
-            reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
-                function or an object with `__call__`. Overrides `reward.function`.
             datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
                 `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (for
-                DPO `eval.pairs`). The rows are written into the run's folder one by one, and the
-                resolved config names the files. A Ray Data set is executed once for that.
-            rows: Rows by config key, like `{"eval.prompts": rows}`. The rows are given as in
-                `datasets`.
+                DPO `eval.pairs`). Other config keys are given by their names, like
+                `{"eval.prompts": rows}`. The rows are written into the run's folder one by one, and
+                the resolved config names the files. A Ray Data set is executed once for that.
             fresh: Whether `fit` removes an existing run and starts over.
             notes: Notes of `raypo.checks.input_checks.check_inputs` on this config, from a caller
                 that has just checked it. None checks it here.
@@ -202,7 +198,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "config may be positional. Write model=..., reward_funcs=..., args=..., "
                 "train_dataset=..."
             )
-        check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
+        check_arguments(scaling_config, run_config, torch_trainer_arguments)
         arguments = Arguments(
             model=model,
             args=args,
@@ -210,19 +206,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             eval_dataset=eval_dataset,
             reward_funcs=reward_funcs,
             reward_weights=reward_weights,
-            reward_fn=reward_fn,
             processing_class=processing_class,
             peft_config=peft_config,
             ref_model=ref_model,
             callbacks=callbacks,
             datasets=datasets,
-            rows=rows,
         )
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
         self._given, self._fresh, self._notes = given, fresh, notes
         self._reward_fn = given.reward_fn
         self.arguments_of_trials: dict[str, Any] = {
-            "reward_fn": given.reward_fn,
+            "reward_funcs": given.reward_fn,
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
             **torch_trainer_arguments,
@@ -434,8 +428,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         if self._fresh:
             check_fresh_start(self.config, self._files)
             return
-        given = self.given_functions
-        check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
+        functions = self.given_functions
+        check_run_folder(self.config, self._files, start_over="fresh=True", given=functions)
 
     @property
     def given_functions(self) -> dict[str, RewardFunction]:
@@ -447,8 +441,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         run: Any = self.run_config
         return mend_list(RunFiles(run.storage_path, run.name))
 
-    def _run_config(self, given: RunConfig | None) -> RunConfig:
-        return run_config_of(self.config, given)
+    def _run_config(self, run_config: RunConfig | None) -> RunConfig:
+        return run_config_of(self.config, run_config)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         return Runtime(
@@ -558,7 +552,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         its own group. Unlike Ray Train, it reports which bundle waits for which resources.
         """
         group = reserve(
-            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
+            worker_bundles(self._recipe, use_gpu=self._use_gpu, each_worker=self.worker_resources),
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,

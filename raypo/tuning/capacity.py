@@ -133,7 +133,7 @@ def plan_trials(
     strategy = base.placement.strategy
     trial = [
         dedicated_bundles(base, use_gpu=use_gpu),
-        worker_bundles(base, use_gpu=use_gpu, each=worker),
+        worker_bundles(base, use_gpu=use_gpu, each_worker=worker),
     ]
     wanted = min(num_trials, at_most)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,17 +76,3 @@ def test_the_driver_loads_no_model_code():
     code = f"import sys, raypo.trainer; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_folder_of_a_run_with_another_config_is_left_as_it_is(
-    first: SimpleNamespace, task: Path
-):
-    folder = task.parent / "runs" / "other"
-    shutil.copytree(first.folder, folder)
-    config = folder / "config.yaml"
-    config.write_text(config.read_text().replace("name: tiny", "name: other"))
-    command = raypo("train", task, "name=other", "seed=1")
-    out, error = command.communicate(timeout=60)
-    assert command.returncode == 2, out
-    assert "--fresh" in error
-    assert read_metrics(folder) == first.metrics

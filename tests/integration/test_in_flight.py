@@ -5,10 +5,8 @@ The weights have other versions and the same values, so that all lengths are of 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.step_batch import StepBatch
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
-from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
 from tests.integration.test_engine import Pair
 from tests.stand_ins import Lossy
@@ -171,41 +168,6 @@ def test_every_sample_is_trained_once_within_the_bound_and_long_ones_are_not_rar
     assert of_one_distribution(lengths(rollouts), undisturbed) > SURELY
     if in_flight == "restart":  # how many meet a push otherwise is a matter of timing: test_ahead
         assert not any(each.later_versions for each in rollouts)
-
-
-def test_a_filters_batches_overlap_and_every_group_that_passes_is_trained_once(pair: Pair):
-    run = Run(pair, "recompute", passes=lambda group: group % 3 > 0)
-    run.go()
-    assert_none_lost_and_none_twice(run.trained, run.passes)
-    assert_every_token_keeps_the_bound(run.trained)
-    lags = [step - 1 - each.weight_version for step, each in run.trained]
-    assert max(lags) > 0, "no batch was begun before the one before it was trained"
-
-
-def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
-    pair: Pair, undisturbed: list[int]
-):
-    """The test above would see it: what is under way when a step is full is trained later."""
-    come, first = [], threading.Condition()
-
-    def arrived(answer: Future[Completion]) -> None:
-        with first:
-            come.append(len(answer.result().token_ids))
-            first.notify()
-
-    requests = [
-        SamplingRequest(PROMPTS[i % 11].token_ids, LONGEST, 1.0, seed=i, stop_token_ids=(END,))
-        for i in range(3 * PROMPTS_PER_STEP * SAMPLES)
-    ]
-    for answer in pair.engine.submit(requests):
-        answer.add_done_callback(arrived)
-    with first:
-        first.wait_for(lambda: len(come) >= PROMPTS_PER_STEP * SAMPLES)
-        trained = come[: PROMPTS_PER_STEP * SAMPLES]
-    with first:
-        first.wait_for(lambda: len(come) == len(requests))
-    assert of_one_distribution(come, undisturbed) > SURELY
-    assert of_one_distribution(trained, undisturbed) < SURELY
 
 
 def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, tmp_path: Path):

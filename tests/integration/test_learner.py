@@ -169,17 +169,6 @@ def test_it_goes_on_at_another_zero_stage_to_rounding(
     assert largest_difference(weights(resumed), weights(trained)) < unit
 
 
-def test_before_the_policy_moves_its_ratio_is_exactly_one(model: str):
-    """Old and new log-probs are of one cut, so not even rounding comes between them."""
-    trained = learner(model, stage=2, microbatch=2 * (P + T), rate=0.0)
-    _, update = trained.update(
-        with_targets(trained.with_log_probs_and_values(experience())), step=1
-    )
-    assert update.metrics["ppo/policy_updates"] == 4
-    assert update.metrics["ppo/ratio_mean"] == 1.0
-    assert update.metrics["ppo/clip_fraction"] == update.metrics["ppo/approx_kl"] == 0.0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_stop_the_run(

@@ -16,8 +16,6 @@ from raypo.types import Experience
 from tests.integration.learning import (
     LR,
     STAGES,
-    P,
-    T,
     experience,
     largest_difference,
     learner,
@@ -105,16 +103,6 @@ def assert_plan_counts_the_moments(trained: Learner, model: str, stage: int, dty
     states = [state for state in policy._optimizer.state.values() for state in state.values()]
     held = sum(each.nbytes for each in states if torch.is_tensor(each) and each.numel() > 1)
     assert held == pytest.approx(moments, rel=0.01)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
-    results = []
-    for microbatch in (P + T, 4096):  # one row a piece, all rows in one
-        trained = learner(model, stage=stage, microbatch=microbatch, optimizer=MUON)
-        trained.update(with_targets(trained.with_log_probs_and_values(experience())), step=1)
-        results.append(weights(trained))
-    assert largest_difference(*results) < 0.1 * LR
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import ray.data
 
@@ -46,7 +44,7 @@ def as_messages(rows: Any) -> Any:
 def test_a_data_set_is_written_in_the_order_of_its_blocks(values: dict[str, Any]):
     rows = ray.data.from_items(ROWS, override_num_blocks=8).map(slow_at_first)
     made = SFTTrainer(values, datasets={"train": rows, "eval": rows.limit(5)}).config
-    same = SFTTrainer(values, rows={"data.prompts": ROWS, "eval.prompts": ROWS[:5]}).config
+    same = SFTTrainer(values, datasets={"data.prompts": ROWS, "eval.prompts": ROWS[:5]}).config
     assert (made.data.prompts, made.eval.prompts) == (same.data.prompts, same.eval.prompts)
     assert rows.context.execution_options.preserve_order is False
 
@@ -60,18 +58,6 @@ def test_messages_in_blocks_of_pandas_are_written_as_messages(values: dict[str, 
     lines = Path(str(made.data.prompts[0])).read_text().splitlines()
     said = [[each["content"] for each in json.loads(line)["messages"]] for line in lines]
     assert said == [[row["prompt"], row["response"]] for row in ROWS]
-
-
-def test_files_of_parquet_are_read_in_the_order_of_their_names(
-    values: dict[str, Any], tmp_path: Path
-):
-    for number in (2, 0, 3, 1):
-        table = pa.Table.from_pylist(ROWS[10 * number : 10 * number + 10])
-        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
-    rows = ray.data.read_parquet(str(tmp_path)).map(slow_at_first)
-    made = SFTTrainer(values, train_dataset=rows).config
-    same = SFTTrainer(values, train_dataset=ROWS).config
-    assert made.data.prompts == same.data.prompts
 
 
 def test_a_data_set_that_does_not_fit_the_recipe_is_refused(values: dict[str, Any]):

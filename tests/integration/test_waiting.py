@@ -40,9 +40,3 @@ def test_what_is_not_free_in_time_names_the_bundle_that_waits_and_who_holds_the_
     assert f"others ({cpus:g} CPU)." in line
     states = {group["name"]: group["state"] for group in placement_group_table().values()}
     assert states["raypo:waiting:workers"] == "REMOVED"
-
-
-def test_labels_that_no_node_has_are_refused_where_nothing_adds_nodes(task: Path):
-    labels = {"placement.label_selector": {"tier": "gold"}}
-    with pytest.raises(PlacementError, match=r"^placement.label_selector \(.* no node matches it"):
-        PPOTrainer(PPOConfig.load(task, {"name": "labelled", **labels})).fit()

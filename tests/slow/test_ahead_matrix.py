@@ -93,7 +93,7 @@ def run(
     if disturb is not None:
         beside.start()
     settings = RunConfig(name=name, failure_config=FailureConfig(max_failures=2))
-    result = PPOTrainer(config, reward_fn=reward, run_config=settings).fit()
+    result = PPOTrainer(config, reward_funcs=reward, run_config=settings).fit()
     assert result.return_value == {"status": "finished", "step": NUM_STEPS}
     if disturb is not None:
         beside.join(timeout=10)

@@ -33,7 +33,7 @@ def test_grpo_and_dapo_run_as_published(tmp_path: Path):
         ]
 
     keys = {**common, "name": "dapo", "ppo.preset": "dapo", "ppo.filter.max_refills": 1}
-    dapo = PPOTrainer(PPOConfig.load(task, keys), reward_fn=alike_at_first)
+    dapo = PPOTrainer(PPOConfig.load(task, keys), reward_funcs=alike_at_first)
     dapo.fit()
 
     folder = tmp_path / "runs" / "dapo"

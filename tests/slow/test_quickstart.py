@@ -58,7 +58,7 @@ def test_shuffled_scores_teach_nothing(folder):
     scores = ShuffledScores((pipeline.reward_model / "reward_model").absolute())
     config = pipeline.ppo_config(**{"name": "control", "model.reward": None})
 
-    PPOTrainer(config, reward_fn=scores).fit()
+    PPOTrainer(config, reward_funcs=scores).fit()
 
     verifier = values_of(read_metrics(pipeline.runs / "control"), "eval/score_mean")
     print(verifier)

@@ -104,7 +104,7 @@ def test_trials_share_engines_and_are_the_runs_that_they_would_be_alone(
 ):
     """Optuna proposes, ASHA stops; the reward function and the callback are Python's."""
     base = PPOConfig.load(task, overrides={"num_steps": 4, "name": "tuned"})
-    trainer = PPOTrainer(base, reward_fn=digits, callbacks=[half_step])
+    trainer = PPOTrainer(base, reward_funcs=digits, callbacks=[half_step])
     before, watched = set(alive_names()), Watched()
     results = Tuner(
         trainer,
@@ -139,7 +139,7 @@ def test_trials_share_engines_and_are_the_runs_that_they_would_be_alone(
     lr = best.metrics["config"]["learner"]["policy_lr"]
     values: dict[str, Any] = base.model_dump() | {"name": "tuned-alone"}
     values["learner"]["policy_lr"] = lr
-    PPOTrainer(PPOConfig.parse(values), reward_fn=digits, callbacks=[half_step]).fit()
+    PPOTrainer(PPOConfig.parse(values), reward_funcs=digits, callbacks=[half_step]).fit()
     alone = read_metrics(Path(base.storage_path) / "tuned-alone")
     assert numbers(alone) == numbers(read_metrics(Path(best.path)))
 

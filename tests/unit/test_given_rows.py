@@ -48,7 +48,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def trainer(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> PPOTrainer:
     path = tmp_path / "ppo.yaml"
     path.write_text(yaml.safe_dump(values))
-    return PPOTrainer(path, reward_fn=judge, **arguments)
+    return PPOTrainer(path, reward_funcs=judge, **arguments)
 
 
 def refusal(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> str:
@@ -60,7 +60,7 @@ def refusal(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> str:
 def test_rows_stand_in_the_run_folder_and_the_config_names_them(
     values: dict[str, Any], tmp_path: Path
 ):
-    made = trainer(values, tmp_path, rows={"data.prompts": ROWS, "eval.prompts": ROWS[1:]})
+    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS, "eval.prompts": ROWS[1:]})
     for sources, rows in ((made.config.data.prompts, ROWS), (made.config.eval.prompts, ROWS[1:])):
         (path,) = map(str, sources or ())
         assert Path(path).parent == tmp_path / "runs" / "run" / "given_rows"
@@ -72,14 +72,14 @@ def test_the_same_rows_have_the_same_name_and_others_another(
     values: dict[str, Any], tmp_path: Path
 ):
     first, again, other = (
-        trainer(values, tmp_path, rows={"data.prompts": rows}).config.data.prompts
+        trainer(values, tmp_path, datasets={"data.prompts": rows}).config.data.prompts
         for rows in (ROWS, [dict(row) for row in ROWS], ROWS[:1])
     )
     assert first == again != other, "a run that goes on with other rows is refused"
 
 
 def test_rows_come_back_after_the_folder_is_removed(values: dict[str, Any], tmp_path: Path):
-    made = trainer(values, tmp_path, rows={"data.prompts": ROWS})
+    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS})
     RunFiles(values["storage_path"], "run").remove()  # as fresh=True does, before any config
     with_rows(made.config, {"data.prompts": ROWS})
     assert Path(str(made.config.data.prompts[0])).is_file()
@@ -96,7 +96,7 @@ def test_rows_of_a_run_at_a_uri_lie_there_too(values: dict[str, Any], tmp_path: 
 
 def test_what_numpy_holds_is_written_as_numbers_and_lists(values: dict[str, Any], tmp_path: Path):
     rows = [{"prompt": "p", "answer": np.int64(3), "ids": np.arange(2)}]
-    made = trainer(values, tmp_path, rows={"data.prompts": rows})
+    made = trainer(values, tmp_path, datasets={"data.prompts": rows})
     text = Path(str(made.config.data.prompts[0])).read_text()
     assert json.loads(text) == {"prompt": "p", "answer": 3, "ids": [0, 1]}
 
@@ -104,7 +104,7 @@ def test_what_numpy_holds_is_written_as_numbers_and_lists(values: dict[str, Any]
 def test_a_data_set_of_the_real_package_is_taken(values: dict[str, Any], tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
-    made = trainer(values, tmp_path, rows={"data.prompts": datasets.Dataset.from_list(rows)})
+    made = trainer(values, tmp_path, datasets={"data.prompts": datasets.Dataset.from_list(rows)})
     lines = Path(str(made.config.data.prompts[0])).read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
 
@@ -113,8 +113,7 @@ def test_a_data_set_of_the_real_package_is_taken(values: dict[str, Any], tmp_pat
     "arguments",
     [
         {"datasets": {"train": ROWS, "eval": ROWS[1:]}},
-        {"datasets": {"data.prompts": ROWS, "eval.prompts": ROWS[1:]}},  # its former meaning
-        {"datasets": {"train": ROWS}, "rows": {"eval.prompts": ROWS[1:]}},
+        {"datasets": {"train": ROWS, "eval.prompts": ROWS[1:]}},
         {"train_dataset": ROWS, "eval_dataset": ROWS[1:]},
     ],
 )
@@ -122,7 +121,9 @@ def test_every_argument_for_rows_writes_the_same_files(
     values: dict[str, Any], tmp_path: Path, arguments: dict[str, Any]
 ):
     rows = {"data.prompts": ROWS, "eval.prompts": ROWS[1:]}
-    whole, made = (trainer(values, tmp_path, **each).config for each in ({"rows": rows}, arguments))
+    whole, made = (
+        trainer(values, tmp_path, **given).config for given in ({"datasets": rows}, arguments)
+    )
     assert (made.data.prompts, made.eval.prompts) == (whole.data.prompts, whole.eval.prompts)
 
 
@@ -137,15 +138,15 @@ def test_held_out_data_of_dpo_are_pairs(values: dict[str, Any], tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"datasets": {"valid": ROWS}}, "datasets (valid): the keys must be train and eval. "
-            "The argument rows takes the keys of the config: data.prompts, eval.prompts."),
-        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}},
-            "datasets (data.prompts): the rows of this key are given twice. Give them once."),
-        ({"rows": {"data.prompts": iter(ROWS)}},
+        ({"datasets": {"valid": ROWS}}, "datasets (valid): the keys must be train, eval or keys of "
+            "the config: data.prompts, eval.prompts."),
+        ({"datasets": {"train": ROWS, "data.prompts": ROWS}},
+            "datasets (data.prompts): the rows of this key are given twice."),
+        ({"datasets": {"data.prompts": iter(ROWS)}},
             "data.prompts (builtins.list_iterator): rows must be a ray.data.Dataset, a "
             "datasets.Dataset or a list of dicts. Write a streaming data set to files first "
             "(save_to_disk, write_parquet), and name them in data.prompts."),
-        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}},
+        ({"datasets": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}},
             "data.prompts (given in Python): row 2 cannot be written as JSON: a bytes is in "
             "it. Rows must be mappings that contain texts, numbers, lists and mappings; leave "
             "other columns out."),
@@ -171,13 +172,13 @@ def test_what_cannot_be_rows_is_refused(
 def test_rows_of_other_types_are_refused_with_the_way_to_pass_them(
     values: dict[str, Any], tmp_path: Path, rows: Any, told: str
 ):
-    assert refusal(values, tmp_path, rows={"data.prompts": rows}).endswith(
+    assert refusal(values, tmp_path, datasets={"data.prompts": rows}).endswith(
         f"rows must be a ray.data.Dataset, a datasets.Dataset or a list of dicts. {told}"
     )
 
 
 def test_wrong_rows_are_told_like_those_of_a_file(values: dict[str, Any], tmp_path: Path):
-    told = refusal(values, tmp_path, rows={"data.prompts": [{"promt": "p", "answer": 1}]})
+    told = refusal(values, tmp_path, datasets={"data.prompts": [{"promt": "p", "answer": 1}]})
     assert told.startswith("data.prompt_key (prompt): ")
 
 
@@ -185,14 +186,14 @@ def test_wrong_rows_are_told_like_those_of_a_file(values: dict[str, Any], tmp_pa
 def test_a_run_goes_on_with_other_rows_only_if_changed_inputs_are_accepted(
     values: dict[str, Any], tmp_path: Path, changed_inputs: str
 ):
-    begun = trainer(values, tmp_path, rows={"data.prompts": ROWS}).config
+    begun = trainer(values, tmp_path, datasets={"data.prompts": ROWS}).config
     files = RunFiles(values["storage_path"], "run")
     files.write_config(begun.model_dump(mode="json"))
     record_inputs(begun, files, resumes=False)
     files.append_metrics(1, {})
-    check_run_folder(trainer(values, tmp_path, rows={"data.prompts": ROWS}).config, files)
+    check_run_folder(trainer(values, tmp_path, datasets={"data.prompts": ROWS}).config, files)
     values["checkpoint"] = {"changed_inputs": changed_inputs}
-    other = trainer(values, tmp_path, rows={"data.prompts": ROWS[:1]}).config
+    other = trainer(values, tmp_path, datasets={"data.prompts": ROWS[:1]}).config
     if changed_inputs == "accept":
         check_run_folder(other, files)
         said = record_inputs(other, files, resumes=True)

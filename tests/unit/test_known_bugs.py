@@ -13,7 +13,6 @@ from raypo.data.batching import batches_by_tokens
 from raypo.deployment.handle import local_handle
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
-from raypo.rollout.sharding import to_experience
 from raypo.serving.client import EngineClient
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Prompt, Rollout
@@ -21,7 +20,6 @@ from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weights.manifest import WeightError
 from tests.stand_ins import Engine, Lossy, Reference
 from tests.unit.config.test_run_config import with_keys
-from tests.unit.ppo.steps import estimate
 
 PROMPT = np.array([5, 6], np.int32)
 SAMPLED = np.array([7, 8, 9], np.int32)
@@ -106,25 +104,6 @@ def test_bug_10_the_token_budget_is_used_to_its_last_token():
     assert batches_by_tokens("abcd", [1, 1, 1, 1], [3, 3, 3, 3], 15) == [[0, 1, 2], [3]]
     # and the longest sequence that the config admits is exactly the budget
     PPOConfig.parse(with_keys(learner__max_tokens_per_microbatch=256 + 64))
-
-
-def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
-    rollouts = sampled(2)
-    assert [r.group_index for r in rollouts] == [0, 0, 1, 1]
-    groups = torch.tensor([r.group_index for r in rollouts])
-    scores, mask = torch.tensor([0.0, 2.0, 10.0, 10.0]), torch.ones(4, 1, dtype=torch.bool)
-    advantages, _ = estimate(scores, mask, kind="dr_grpo", group_index=groups)
-    assert advantages.flatten().tolist() == [-1.0, 1.0, 0.0, 0.0]
-
-
-def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
-    rollouts = sampled(1)
-    assert rollouts[0].response == "?"
-    scorer = Scorer(lambda given: [1.0] * len(given), (), {"function": 1.0})
-    scored = scorer.score(rollouts)
-    batch = to_experience(scored)
-    assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
-    assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
 
 
 def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():

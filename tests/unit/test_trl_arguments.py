@@ -67,7 +67,7 @@ def test_a_grpo_config_of_trl_is_trained_as_trl_would(policy: str):
     assert (made.learner.policy_lr, made.learner.lr_schedule) == (3e-4, "linear")
     assert (made.ppo.kl.coef, made.ppo.kl.placement) == (0.04, "loss")
     assert (made.ppo.aggregation, made.data.too_long) == ("token_mean", "error")
-    weights = trainer.arguments_of_trials["reward_fn"].weights
+    weights = trainer.arguments_of_trials["reward_funcs"].weights
     assert list(weights) == [1.0, 0.5]
 
 

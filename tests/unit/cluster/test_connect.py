@@ -115,16 +115,6 @@ def test_the_config_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch):
     assert cluster_address(ClusterSection())[0] is None
 
 
-def test_variables_that_the_user_has_set_are_kept(monkeypatch: pytest.MonkeyPatch):
-    for name in module._WORKER_DEFAULTS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    environment = worker_environment()
-    assert environment["NCCL_DEBUG"] == "INFO"
-    assert environment["NCCL_CUMEM_ENABLE"] == "0"
-    assert environment["TOKENIZERS_PARALLELISM"] == "false"
-
-
 def test_a_local_ray_that_does_not_come_up_is_told_in_words(monkeypatch: pytest.MonkeyPatch):
     def init(**_: object) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray does
@@ -360,19 +350,6 @@ def test_auto_is_refused_at_once_where_the_started_ray_has_ended(
     monkeypatch.setattr(module.ray, "init", _reached)
     with pytest.raises(Reached, match="local"):  # and without it, it is nothing to speak of
         connect(ClusterSection())
-
-
-@pytest.mark.parametrize("users", [None, "2"])
-def test_ray_trains_controller_polls_often_enough_for_steps_of_a_tenth_of_a_second(
-    started_address: str, users: str | None
-):
-    """A step's report waits until the controller has polled the report before."""
-    os.environ.pop("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", None)
-    if users:
-        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = users
-    with pytest.raises(Reached):
-        connect(ClusterSection())
-    assert float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= float(users or 0.1)
 
 
 @pytest.mark.parametrize("connected_here", [True, False])

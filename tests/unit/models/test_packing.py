@@ -332,17 +332,6 @@ def test_each_prompt_is_read_once_and_last_tokens_not_at_all() -> None:
     assert packed.position_ids[0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
 
 
-def test_answers_return_to_their_places() -> None:
-    packed = pack(*rows())
-    answers = torch.arange(1.0, 1.0 + sum(map(len, RESPONSES)))
-    square = packed.unpacked(answers)
-
-    assert square.shape == (6, 6)
-    assert square[0].tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 0.0]
-    assert square[1].tolist() == [3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    assert square[2].tolist() == [9.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("read", [hidden_states, own_logits])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_threads_add_up_gradients_in_one_order(read: Any, is_packed: bool) -> None:

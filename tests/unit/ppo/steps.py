@@ -208,11 +208,6 @@ def value_loss(
     return value_objective(values, rows, ppo, StepCounts.of(rows, ppo, workers or Workers()))
 
 
-def add(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Statistics summed over parts, as the learner sums them."""
-    return {name: sum((part[name] for part in parts), torch.zeros(())) for name in parts[0]}
-
-
 def plain_advantages(
     rewards: Tensor,
     values: Tensor,

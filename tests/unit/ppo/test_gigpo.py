@@ -4,15 +4,12 @@ import itertools
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raypo.collectives import Workers
 from raypo.types import Experience
-from tests.unit.learner.plain import on_workers
 from tests.unit.ppo import oracle
 from tests.unit.ppo.steps import NAN, estimate, experience, few, seeds
 
@@ -105,33 +102,6 @@ def test_turns_against_plain_loops_in_any_order_and_padding(seed, failed):
         for name, each in data.items()
     }
     torch.testing.assert_close(advantages(wide)[:, :-3], found)
-
-
-def test_workers_share_the_states():
-    data = rows(1)
-    whole = advantages(data)
-
-    def of(workers: Workers) -> Tensor:
-        mine = {name: each[workers.rank :: workers.count] for name, each in data.items()}
-        return advantages(mine, workers=workers)
-
-    for rank, found in enumerate(on_workers(3, of)):
-        torch.testing.assert_close(found, whole[rank::3])
-
-
-def test_a_good_turn_stands_out_in_a_bad_episode():
-    """Two episodes meet the same state; one goes on better from there and has a bad start."""
-    data = rows(0, count=2)
-    data["response_ids"] = torch.tensor([[1, 7, 2], [3, 7, 4]])
-    data["turn_index"] = torch.tensor([[0, -1, 1], [0, -1, 1]])
-    data["turn_rewards"] = torch.tensor([[-4.0, 0.0, 1.0], [0.0, 0.0, 0.0]]).double()
-    data["scores"] = torch.tensor([-3.0, 0.0]).double()
-    half = 0.5**0.5  # grpo of two samples
-
-    found = advantages(data)
-
-    assert found[0].tolist() == pytest.approx([-2 * half, 0.0, 0.0], abs=1e-5)
-    assert found[1].tolist() == pytest.approx([2 * half, 0.0, 0.0], abs=1e-5)
 
 
 def test_a_state_that_no_other_turn_had_adds_nothing():

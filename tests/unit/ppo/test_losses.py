@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,43 +183,6 @@ def test_what_clip_cov_and_kl_cov_do_to_the_tokens_that_they_hold():
         assert loss == pytest.approx(-3 * ratio + 0.5 * LOG_TEN)
         assert gradient == pytest.approx(-3 * ratio + math.copysign(0.5, log_ratio))
         assert stats["clipped"] == 0.0
-
-
-def sequence_gspo(step, **clip):
-    """Token losses of GSPO as first published: one ratio with its gradient, eq. 5 and 7."""
-    change = torch.where(step.mask, step.log_probs - step.old_log_probs, 0.0)
-    mean = change.sum(1, keepdim=True) / step.mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = mean.clamp(-20, 20).exp()
-    clipped = ratio.clamp(1 - clip["clip_low"], 1 + clip["clip_high"])
-    return -torch.minimum(ratio * step.advantages, clipped * step.advantages)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("drift", [0.0, 0.1, -0.2, 50.0, -50.0])
-def test_gspo_is_the_sequence_form_where_a_response_has_one_advantage(aggregation, drift):
-    step = random_step(7, rows=9)
-    step = replace(
-        step,
-        advantages=step.advantages[:, :1].expand(step.mask.shape),
-        old_log_probs=step.old_log_probs - drift,
-    )
-    clip: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.2}
-
-    loss, _ = policy_loss(*step.policy(), kind="gspo", aggregation=aggregation, **clip)
-    counts = {"token_mean": step.mask.sum(), "sequence_mean": step.mask.any(1).sum()}
-    expected = aggregate(
-        sequence_gspo(step, **clip),
-        step.mask,
-        aggregation=aggregation,
-        max_new_tokens=9,
-        normalizer=float(counts.get(aggregation, 9)),
-    )
-
-    exact: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-15}
-    torch.testing.assert_close(loss, expected, **exact)
-    gradients = [torch.autograd.grad(each, step.log_probs)[0] for each in (loss, expected)]
-    torch.testing.assert_close(*gradients, **exact)
-    assert drift != 0.0 or gradients[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", SURROGATES)

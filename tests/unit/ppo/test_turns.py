@@ -6,34 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES
-from raypo.ppo.advantages import discounted_returns, generalized_advantages, runs_of
 from raypo.ppo.groups import baseline_by_index
 from tests.unit.ppo.steps import INF, NAN, estimate, few, seeds
-
-TURNS = torch.tensor([[True, True, False, True, False, False, True, True]])
-REWARDS = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0]])
-
-
-def test_a_discount_by_turn_holds_where_a_turn_ends():
-    returns = discounted_returns(REWARDS, TURNS, gamma=0.5, turns=runs_of(TURNS))
-    # the last turn is worth 4, the one before 2 + 0.5 * 4, the first 1 + 0.5 * 4
-    expected = [[3.0, 3.0, 0.0, 4.0, 0.0, 0.0, 4.0, 4.0]]
-    torch.testing.assert_close(returns, torch.tensor(expected))
-
-
-def test_gae_by_turn_discounts_values_where_a_turn_ends():
-    values = torch.tensor([[1.0, 2.0, NAN, 3.0, NAN, NAN, 1.0, 2.0]])
-    advantages, returns = generalized_advantages(
-        REWARDS, values, TURNS, gamma=0.5, gae_lambda=0.5, turns=runs_of(TURNS)
-    )
-    last = 4.0 - 2.0
-    before = (2.0 - 1.0) + last
-    middle = (2.0 + 0.5 * 1.0 - 3.0) + 0.25 * before
-    second = (1.0 + 0.5 * 3.0 - 2.0) + 0.25 * middle
-    first = (2.0 - 1.0) + second
-    expected = torch.tensor([[first, second, 0.0, middle, 0.0, 0.0, before, last]])
-    torch.testing.assert_close(advantages, expected)
-    torch.testing.assert_close(returns[TURNS], (expected + values)[TURNS])
 
 
 @pytest.mark.parametrize("discount_by", ["token", "turn"])

@@ -13,17 +13,14 @@ from transformers import AutoTokenizer
 
 from raypo.config import RolloutSection
 from raypo.data.turns import TurnTokens
-from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.policy import EpisodeLimit
 from raypo.rollout.session import Session
-from raypo.rollout.sharding import deal, to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
 from raypo.types import Prompt, Rollout
-from tests.chat_templates import CHAT_TEMPLATES
 from tests.stand_ins import seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
@@ -38,15 +35,6 @@ class Chats:
         first = await policy.generate(prompt)
         messages = [*prompt, first.message, {"role": "user", "content": "and then?"}]
         await policy.generate(messages)
-        return 2.0
-
-
-class Writes:
-    """Two turns of one text."""
-
-    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
-        first = await policy.generate(prompt)
-        await policy.generate(prompt + first.text + " and then? ")
         return 2.0
 
 
@@ -78,25 +66,6 @@ class Routes:
     async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         await policy.generate(prompt, max_new_tokens=1)
         await policy.generate([7, 8, 9])
-        return 1.0
-
-
-class Fresh:
-    """Two conversations that have nothing to do with each other."""
-
-    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
-        await policy.generate(prompt)
-        await policy.generate([7, 8, 9])
-        return 1.0
-
-
-class Forgets:
-    """Leaves before its second call is answered."""
-
-    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
-        await policy.generate(prompt)
-        self.task = asyncio.create_task(policy.generate(prompt))
-        await asyncio.sleep(0)
         return 1.0
 
 
@@ -240,27 +209,6 @@ def played(
         return Sampler(engine or Talking(), tokenizer, sampling).sample(draws)
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES)
-def test_messages_of_one_conversation_are_one_row_of_what_was_sampled(tokenizer, template):
-    tokenizer.chat_template = CHAT_TEMPLATES[template]
-    engine = Talking()
-    rollouts = played(tokenizer, "Chats", engine, labels=(1, 2), chat=True)
-    assert [r.row_index for r in rollouts] == [0] * 4
-    for number, each in enumerate(rollouts):
-        said = [engine.said[seed_of(round_[number])] for round_ in engine.rounds]
-        assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
-        assert "and then?" in tokenizer.decode(each.response_ids[~each.response_mask])
-        assert each.prompt_ids.tolist() == engine.rounds[0][number].prompt_ids.tolist()
-
-
-def test_a_text_that_goes_on_is_one_row(tokenizer):
-    engine = Talking()
-    (each,) = played(tokenizer, "Writes", engine, samples=1)
-    said = [engine.said[seed_of(round_[0])] for round_ in engine.rounds]
-    assert each.response_ids[each.response_mask].tolist() == np.concatenate(said).tolist()
-    assert tokenizer.decode(each.response_ids[~each.response_mask]) == " and then? "
-
-
 def test_ways_that_part_are_rows_of_one_sample_and_each_token_is_trained_once(tokenizer):
     engine = Talking()
     rollouts = played(tokenizer, "Splits", engine, samples=1)
@@ -340,22 +288,6 @@ def test_what_no_engine_takes_fails_its_episode_alone(tokenizer, arguments, erro
     assert (each.episode.error or "").startswith(f"ValueError: {error}")
 
 
-def test_conversations_of_their_own_are_rows_of_their_own(tokenizer):
-    first, second = played(tokenizer, "Fresh", samples=1)
-    assert second.prompt_ids.tolist() == [7, 8, 9]
-    assert first.response_mask.all()
-    assert second.response_mask.all()
-
-
-def test_a_call_that_nobody_waits_for_is_not_trained(tokenizer):
-    engine = Talking()
-    (each,) = played(tokenizer, "Forgets", engine, samples=1)
-    said = engine.said[seed_of(engine.rounds[0][0])]
-    assert each.response_ids.tolist() == said.tolist()
-    assert each.episode is not None
-    assert each.episode.score == 1.0
-
-
 def test_a_call_of_an_episode_that_is_over_is_refused(tokenizer):
     engine = Talking()
     rollouts = played(tokenizer, "Races", engine, labels=("races", "stays"), samples=1)
@@ -391,20 +323,6 @@ def test_an_agent_that_fails_fails_alone(tokenizer, label, reason):
 def test_an_agent_may_go_on_until_its_limit(tokenizer):
     rollouts = played(tokenizer, "Careful", samples=1, max_turns=5)
     assert {each.episode.score for each in rollouts if each.episode} == {5.0}
-
-
-def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
-    rollouts = played(tokenizer, "Splits", labels=(1, 2))
-    scored = Scorer(None, (), {}).score(rollouts)
-    (dealt,) = deal(scored, minibatch_size=2, seed=(0, 1), num_workers=1)
-    assert len(dealt) == 12
-    assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each
-    experience = to_experience(dealt)
-    assert experience.sample_index is not None
-    pairs = zip(experience.group_index.tolist(), experience.sample_index.tolist(), strict=True)
-    assert len(set(pairs)) == 4
-    trained = int(experience.response_mask.sum())
-    assert trained == sum(each.num_sampled for each in rollouts)
 
 
 def test_only_a_turn_that_the_runs_own_limit_ends_is_cut_off(tokenizer):

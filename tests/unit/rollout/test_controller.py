@@ -196,20 +196,6 @@ def test_with_a_filter_every_step_trains_the_groups_that_a_synchronous_run_train
             assert mine[f"rollout/samples_{name}"] == theirs[f"rollout/samples_{name}"]
 
 
-def test_the_last_step_of_a_filter_draws_no_more_than_it_lacks():
-    run = Run(max_staleness=2, passes=lambda group: group % 3 < 2)
-    run.go()
-    passing = [group for group in range(24) if group % 3 < 2]
-    assert run.groups() == passing[: 8 * PROMPTS_PER_STEP]
-    assert run.figures[-1]["rollout/samples_carried"] == 0.0
-
-
-def test_two_batches_of_a_filter_are_sampled_at_the_same_time():
-    run = Run(max_staleness=2, sampling_s=lambda group: 0.01, passes=lambda group: group % 3 > 0)
-    run.go()
-    assert run.most_under_way >= 2
-
-
 def test_for_a_learner_that_waits_all_batches_of_the_bound_are_sampled_at_the_same_time():
     run = Run(max_staleness=3, sampling_s=lambda group: 0.02 * group)
     run.go()
@@ -224,12 +210,6 @@ def test_no_batch_is_begun_earlier_than_the_learner_needs_it():
     lags = run.staleness()[::PROMPTS_PER_STEP]
     assert max(lags[:7]) == 3  # the learner had to wait for these
     assert lags[-1] == 1
-
-
-def test_without_staleness_every_batch_is_of_the_newest_weights():
-    run = Run(max_staleness=0)
-    run.go()
-    assert set(run.staleness()) == {0}
 
 
 @pytest.mark.parametrize(("sampling_s", "update_s"), [(0.0, 0.004), (0.004, 0.0)])

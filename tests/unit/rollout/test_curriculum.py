@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix
@@ -47,22 +46,6 @@ def test_most_draws_are_of_prompts_near_the_target():
     late = taken[-50 * BLOCK :]
     assert np.mean([passed[i] == 4 for i in late]) > 0.9
     assert len(set(late)) > 10  # the others are tried now and then
-
-
-def test_another_target_takes_other_prompts():
-    passed = {i: i % 9 for i in range(99)}
-    hard = run(stream(99, section=CurriculumSection(target=0.1)), 200 * BLOCK, passed)
-    easy = run(stream(99, section=CurriculumSection(target=0.9)), 200 * BLOCK, passed)
-    assert np.mean([passed[i] for i in hard[-100:]]) < 2
-    assert np.mean([passed[i] for i in easy[-100:]]) > 6
-
-
-def test_unknown_prompts_are_drawn_alike():
-    """Rates of a uniform prior: each of 20 prompts is as often among the 4 closest to 0.5."""
-    counts = np.zeros(20)
-    for seed in range(2000):
-        counts[[prompt.index for _, prompt in stream(20, seed=seed).take(BLOCK)]] += 1
-    assert stats.chisquare(counts).pvalue > 1e-3
 
 
 def test_estimates_are_the_discounted_beta_posterior_of_the_paper():

@@ -101,12 +101,6 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
     assert engines.asked[1] == [1, 2, 3]
 
 
-def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself():
-    engines = Calls(calls=[lambda given: [completion(given[0], "paused")], whole, whole])
-    assert seeds(joined(asking(engines, Pushes()), request(1), request(2))) == [1, 2]
-    assert engines.asked == [[1], [1], [2]]
-
-
 @pytest.mark.parametrize("ask", [generated, joined])
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
 def test_what_was_withdrawn_is_taken_for_no_response_that_has_ended(ask: Any, reason: str):

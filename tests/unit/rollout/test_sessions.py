@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from dataclasses import replace
@@ -15,8 +14,6 @@ import pytest
 from ray.util import get_node_ip_address
 from transformers import AutoTokenizer
 
-from raypo.endpoint.protocol import CompletionRequest
-from raypo.rollout.agent_requests import answer
 from raypo.rollout.policy import EpisodeLimit, is_limit
 from raypo.rollout.session import Session, _comparable
 from raypo.serving.requests import Completion, SamplingRequest
@@ -149,18 +146,6 @@ class Wants:
             wrong = {"Authorization": f"Bearer {policy.api_key[:-1]}"}
             told.append((await client.post("/completions", json=wanted, headers=wrong)).status_code)
         return 0.0
-
-
-class Leaves:
-    """Wants two drafts and is gone before they come, as the server sees it; then wants another."""
-
-    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
-        leaves = asyncio.create_task(answer(policy, CompletionRequest(prompt=prompt, n=2)))
-        await asyncio.sleep(0)
-        leaves.cancel()
-        _, (kept,) = await answer(policy, CompletionRequest(prompt=prompt))
-        told.append(kept.completion.token_ids.tolist())
-        return 1.0
 
 
 class Says:
@@ -392,12 +377,6 @@ def test_an_episode_that_is_over_answers_no_more(tokenizer):
     assert told == [401]
     assert errors(rollouts) == [None, None]
     assert [each.num_sampled > 0 for each in rollouts] == [False, True]
-
-
-def test_what_its_client_does_not_wait_for_is_not_trained(tokenizer):
-    rollouts = played(tokenizer, "Leaves")
-    assert errors(rollouts) == [None]
-    assert [sampled(each) for each in rollouts] == told
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])

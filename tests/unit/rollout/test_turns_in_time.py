@@ -270,18 +270,6 @@ def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer, way):
         played(tokenizer, "Counting", Broken(), way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_thousands_of_episodes_take_seconds_and_no_threads(tokenizer, way):
-    engine, before, begin = Joined(), threading.active_count(), time.perf_counter()
-    rollouts = played(
-        tokenizer, "Counting", engine, way, samples=4000, environment_args={"turns": 2}
-    )
-    took = time.perf_counter() - begin
-    assert sum(each.episode.num_turns for each in rollouts if each.episode) == 8000
-    assert engine.most_threads <= before + 3
-    assert took < 60  # twenty times what it takes on a slow core
-
-
 def test_plain_methods_have_no_more_threads_than_the_quota(tokenizer):
     engine, before = Joined(), threading.active_count()
     rollouts = played(

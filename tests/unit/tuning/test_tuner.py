@@ -94,7 +94,7 @@ def test_a_stop_rule_that_tune_does_not_know_is_refused(values: dict[str, Any], 
 def test_a_space_of_a_function_that_the_trainer_has_from_python_is_refused(tmp_path: Path):
     write_examples(tmp_path)
     values = rounds_values(tmp_path, "rejection_sampling")
-    trainer = RejectionSamplingTrainer(values, reward_fn=lambda rollouts: [0.0] * len(rollouts))
+    trainer = RejectionSamplingTrainer(values, reward_funcs=lambda rollouts: [0.0] * len(rollouts))
     space = {"reward.function": tune.grid_search(["a.py:one", "a.py:two"])}
     with pytest.raises(ConfigError, match=r"param_space\.reward\.function: every trial has"):
         Tuner(trainer, param_space=space)
