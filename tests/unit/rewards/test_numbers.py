@@ -90,14 +90,6 @@ def test_a_decimal_is_read_exactly_however_it_is_written(number: Decimal):
 
 
 @settings(deadline=None)
-@given(st.integers(-999, 999), st.integers(1, 999))
-def test_a_fraction_is_read_exactly(top: int, bottom: int):
-    wanted = Fraction(top, bottom)
-    assert parse_number(f"{top}/{bottom}") == wanted
-    assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == wanted
-
-
-@settings(deadline=None)
 @given(
     st.integers(0, 99), st.sampled_from("+-*/^×"), st.integers(0, 99), st.sampled_from(["", " "])
 )
