@@ -11,7 +11,8 @@ from raypo.cli.exit_status import exit_status
 
 SOURCE = (
     "A JSON of a TRL config (json.dump(args.to_dict(), ...)), the config of verl (--cfg job "
-    "--resolve > verl.yaml), or one plain command of verl: a file, or the command in quotes."
+    "--resolve > verl.yaml), or one plain command of verl or OpenRLHF: a file, or the command in "
+    "quotes."
 )
 
 
@@ -22,7 +23,7 @@ def init(
         "run.yaml"
     ),
 ) -> None:
-    """Translate the settings of TRL or verl into a run file.
+    """Translate the settings of TRL, verl or OpenRLHF into a run file.
 
     Nothing is executed, and no program and no shell is interpreted. The top of the file lists what
     is left to you.

@@ -1,1 +1,1 @@
-"""Translation of the settings of TRL and verl into a run file (`raypo init`)."""
+"""Translation of the settings of TRL, verl and OpenRLHF into a run file (`raypo init`)."""

@@ -21,7 +21,7 @@ Settings = dict[str, tuple[Any, str]]
 """Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
 DEFAULT = "'s default"
 KL_ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
-"""Estimator of raypo for each of verl."""
+"""Estimator of raypo for each of verl and OpenRLHF."""
 _EMPTY = (None, False, "", "none", (), [], {})
 
 
@@ -54,6 +54,8 @@ class ForeignArguments:
             for name, value in source.arguments.items()
             if not (source.is_complete and self.is_default(name, value))
         }
+        self.is_dotted = any("." in name for name in source.given)
+        """False for a command of OpenRLHF before 0.11, whose names have no dots."""
         self.used: set[str] = set()
         self.passed: set[str] = set()
         """Arguments that have no effect beside others, or need no key."""

@@ -30,8 +30,12 @@ _TELLING = {
     "SFTConfig": "packing",
 }
 """A field that only this config class of TRL has."""
-_MAINS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
-"""Programs of verl whose commands are read."""
+_MAINS = {
+    "verl.trainer.main_ppo": "verl",
+    "recipe.dapo.main_dapo": "verl",
+    "openrlhf.cli.train_ppo_ray": "OpenRLHF",
+}
+"""Project of each program whose command is read."""
 _OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 """Configs of verl's main_ppo, which have the same defaults where learning is concerned."""
 UNRESOLVED = "${"
@@ -39,7 +43,7 @@ UNRESOLVED = "${"
 _TO_JSON = 'json.dump(args.to_dict(), open("args.json", "w"))'
 _TO_COMMAND = (
     "bash -xc 'python() { :; }; python3() { :; }; ray() { :; }; . ./{FILE}' 2>&1 | grep -E "
-    "'main_(ppo|dapo)' > command.txt"
+    "'main_ppo|train_ppo_ray' > command.txt"
 )
 _QUOTED = re.compile(r"'[^']*'|\"((?:[^\"\\]|\\.)*)\"|\\.", re.DOTALL)
 _TAIL = re.compile(
@@ -77,7 +81,7 @@ class Source(NamedTuple):
 
 
 def read_source(source: str) -> Source:
-    """Read a JSON of TRL's config, a resolved config of verl, or one command of verl.
+    """Read a JSON of TRL's config, a resolved config of verl, or one command of verl or OpenRLHF.
 
     Args:
         source: A file, or the command itself.
@@ -179,18 +183,20 @@ def _of_command(text: str, origin: str, file: str) -> Source:
     )
     main = words[start - 1].removesuffix(".py").replace("/", ".") if start else ""
     arguments = words[start:]
-    are_overrides = not main and bool(arguments) and re.match(r"[^-=][^=]*=", arguments[0])
-    if not are_overrides and not any(f".{main}".endswith(f".{name}") for name in _MAINS):
+    project = next((p for name, p in _MAINS.items() if f".{main}".endswith(f".{name}")), "")
+    if arguments and not main:
+        is_flag = arguments[0].startswith("--")
+        project = "OpenRLHF" if is_flag else "verl" if "=" in arguments[0] else ""
+    if not project:
         raise ConfigError(
             f"{origin} ({main or 'no known program'}): only commands of {', '.join(_MAINS)} are "
-            "translated. If another program of verl trains as one of these does, give its "
-            "arguments alone, in quotes. The keys for OpenRLHF's arguments are in "
-            "docs/migrating.md."
+            "translated. If another program of verl or OpenRLHF trains as one of these does, give "
+            "its arguments alone, in quotes."
         )
-    overrides = _hydra_arguments(arguments, origin)
-    if not overrides:
-        raise ConfigError(f"{origin}: it contains no argument of verl.")
-    return Source("verl", "", overrides, False)
+    given = _hydra_arguments(arguments, origin) if project == "verl" else _flags(arguments)
+    if not given:
+        raise ConfigError(f"{origin}: it contains no argument of {project}.")
+    return Source(project, "", given, False)
 
 
 def _words(text: str, origin: str, file: str) -> list[str]:
@@ -254,8 +260,31 @@ def _hydra_arguments(words: Sequence[str], origin: str) -> dict[str, Any]:
     return overrides
 
 
+def _flags(words: Iterable[str]) -> dict[str, Any]:
+    """Return the flags of a command of OpenRLHF."""
+    given: dict[str, list[str]] = {}
+    last = ""
+    for word in words:
+        if word.startswith("--"):
+            last, equals, value = word[2:].partition("=")
+            given[last] = [value] if equals else []
+        elif last:
+            given[last].append(word)
+    read = {name: [*map(_flag_value, values)] for name, values in given.items()}
+    return {
+        name: values if len(values) > 1 else values[0] if values else True
+        for name, values in read.items()
+    }
+
+
 def _value(text: str) -> Any:
     try:
         return parsed(text)
     except (YAMLError, OmegaConfBaseException):
         return text
+
+
+def _flag_value(text: str) -> Any:
+    """Return a word of OpenRLHF's command as a number or text: no flag takes a list in one word."""
+    value = _value(text)
+    return text if isinstance(value, dict | list) else value

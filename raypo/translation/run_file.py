@@ -1,9 +1,9 @@
 """Run files from another project's settings.
 
 A value is copied if the tables of `raypo.config.migration` say that it has the same meaning. Batch
-sizes, the KL and the estimator are computed (`from_trl`, `from_verl`). Arguments without a
-counterpart become notes. A value that decides what is learned, and that is not known or that raypo
-refuses, is written as TODO, which raypo refuses until the user sets the key.
+sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). Arguments
+without a counterpart become notes. A value that decides what is learned, and that is not known or
+that raypo refuses, is written as TODO, which raypo refuses until the user sets the key.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
 from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings, defaults_of
 from raypo.translation.foreign_settings import UNRESOLVED, Source
+from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
 
@@ -42,6 +43,7 @@ _STAND_INS: dict[str, Any] = {
 _COMPUTED: dict[str, Callable[[ForeignArguments], Settings]] = {
     "TRL": from_trl,
     "verl": from_verl,
+    "OpenRLHF": from_openrlhf,
 }
 _FIRST = ("estimator", "adv", "loss", "kl", "clip", "reward", "batch", "len", "lr", "data")
 """Words in the arguments whose notes come first, most important ones first."""

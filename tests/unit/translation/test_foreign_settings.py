@@ -36,13 +36,24 @@ def test_one_plain_command_of_verl_is_read(text: str):
     assert source.arguments == {"a.b": 1, "c.d": [1, 2], "e.f": "x y"}
 
 
+def test_one_plain_command_of_openrlhf_is_read():
+    source = read_source(
+        "deepspeed --module openrlhf.cli.train_ppo_ray --pretrain q --bf16 --eps 0.1 0.2 --l2=3"
+    )
+    assert source.project == "OpenRLHF"
+    assert source.given == {"pretrain": "q", "bf16": True, "eps": [0.1, 0.2], "l2": 3}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
         (f"N=8\n{MAIN} a.b=1", "several commands"),
         (f"{MAIN} a.b=1 && echo", "several commands"),
+        (f"{MAIN} a.b=1\n{MAIN} a.b=2", "several commands"),
+        (f"if true; then\n{MAIN} a.b=1\nfi", "several commands"),
         (f"{MAIN} a.b=$N", "a variable"),
         (f'{MAIN} a.b="x $N"', "a variable"),
+        (f"{MAIN} a.b=`date`", "a variable"),
         (f"{MAIN} a.b=1 # c.d=2", "a comment"),
         (f"{MAIN} a.b=1 \\\n # e.f=2 \\\n c.d=2", "a comment"),
         (f"A=(1 2) {MAIN} a.b=1", "parentheses"),

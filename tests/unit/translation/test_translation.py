@@ -73,6 +73,7 @@ def config_of(text: str, tmp_path: Path, **values: str) -> Any:
     [
         # The port uses the preset and its clip; verl's dual clip has no effect there.
         ("verl_grpo.yaml", {"ppo.preset", "ppo.dual_clip", "data.label_key", "eval.prompts"}),
+        ("openrlhf_ppo.yaml", {"name"}),
     ],
 )
 def test_a_command_becomes_the_port_that_was_written_by_hand(
@@ -317,6 +318,8 @@ def test_a_value_that_could_not_be_resolved_is_todo(tmp_path: Path):
 def test_an_unknown_estimator_is_refused(estimator: str):
     with pytest.raises(ConfigError, match=rf"algorithm.adv_estimator \({estimator}\): has no coun"):
         translated(f"algorithm.adv_estimator={estimator}")
+    with pytest.raises(ConfigError, match=rf"advantage_estimator \({estimator}\): has no counter"):
+        translated(f"--advantage_estimator {estimator}")
 
 
 def test_an_unknown_loss_or_mean_is_todo():
@@ -501,8 +504,106 @@ def test_a_second_kl_of_verl_is_a_note():
     assert "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a " in notes(text)
 
 
+def test_max_samples_of_openrlhf_is_a_limit(tmp_path: Path):
+    pq.write_table(pa.table({"input": list("abcdefgh")}), tmp_path / "p.parquet")
+    flags = f"--prompt_data {tmp_path}/p.parquet --rollout_batch_size 2 --max_samples"
+    assert "num_steps: 4 # 8 rows // 2 prompts" in translated(f"{flags} 100")
+    text = translated(f"{flags} 6")
+    assert "num_steps: 3 # 6 rows // 2 prompts" in text
+    assert "ppo.minibatch_size" in todo(text), "128 is no part of 2 responses"
+    assert "max_samples (6): data.prompts. It is a limit" in notes(text)
+    text = translated("--prompt_data a/b --max_samples 100000")
+    assert "num_steps: TODO # min(rows, 100000) // 1024 prompts x 1 of" in text
+
+
+def test_lengths_of_openrlhf_that_it_shares_are_todo(tmp_path: Path):
+    text = translated("--actor.adam.lr 1e-6 --data.max_len 4096")
+    assert {"rollout.max_new_tokens", "data.max_prompt_tokens"} <= todo(text)
+    text = translated("--prompt_max_len 100 --generate_max_len 50")
+    config = config_of(text, tmp_path)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (100, 50)
+    text = translated("--data.max_len 150 --rollout.max_new_tokens 50")
+    assert config_of(text, tmp_path).data.max_prompt_tokens == 100
+
+
+def test_a_server_of_openrlhf_is_the_only_reward(tmp_path: Path):
+    text = translated("--remote_rm_url http://a:1/s,http://b:1/s --reward_pretrain org/r")
+    config = config_of(text, tmp_path)
+    assert config.reward.url == ("http://a:1/s", "http://b:1/s")
+    assert config.model.reward is None
+    assert config.reward.function is None
+    assert "remote_rm_url (http://a:1/s,http://b:1/s): reward.url. A server" in notes(text)
+
+
+def test_an_agent_of_openrlhf_replaces_the_reward_url():
+    text = translated(
+        "--agent_func_path agent.py --remote_rm_url reward.py --advantage_estimator group_norm "
+        "--n_samples_per_prompt 4 --init_kl_coef 0.001"
+    )
+    assert {"rollout.agent", "ppo.kl.placement"} <= todo(text), "no KL in an episode's score here"
+    assert "reward.function" not in text
+    assert "remote_rm_url (reward.py)" in text.partition("# Needs nothing here")[2]
+
+
+def test_defaults_that_openrlhf_changed_are_todo_where_its_version_is_not_known(tmp_path: Path):
+    changed = {"ppo.aggregation", "ppo.gae_lambda", "ppo.value_clip"}
+    assert changed <= todo(translated("--pretrain m --reward_pretrain r"))
+    text = translated("--pretrain m --lambd 0.95 --value_clip 0.2 --rollout_batch_size 128")
+    assert todo(text) & changed == {"ppo.aggregation"}
+    text = translated("--actor.model_name_or_path m --rollout.batch_size 128")
+    assert not todo(text) & changed, "dotted names are of 0.11"
+    config = config_of(text, tmp_path)
+    values = config.ppo.aggregation, config.ppo.gae_lambda, config.ppo.value_clip
+    assert values == ("token_mean", 1.0, 0.5)
+    assert "with the defaults of its version 0.11" in text
+
+
+def test_means_and_corrections_of_openrlhf(tmp_path: Path):
+    level = "--algo.advantage.is_correction_level"
+    batch = "--rollout.batch_size 128"
+    text = translated(
+        f"{batch} {level} token --algo.advantage.is_correction_threshold 0.4 3 "
+        "--actor.loss_agg_mode seq-mean-token-mean"
+    )
+    config = config_of(text, tmp_path)
+    correction = config.ppo.correction
+    assert (correction.kind, correction.low, correction.high) == ("icepop", 0.4, 3.0)
+    assert config.ppo.aggregation == "sequence_mean"
+    assert "ppo.correction.kind" in todo(translated(f"{batch} {level} seq"))
+    assert config_of(translated(batch), tmp_path).ppo.correction.kind == "none"
+
+
+def test_a_word_of_openrlhf_is_text_where_it_is_no_number(tmp_path: Path):
+    config = config_of(translated("--prompt_data {your_data} --rollout_batch_size 128"), tmp_path)
+    assert config.data.prompts == ("{your_data}",)
+
+
+def test_keys_of_openrlhf_with_a_counterpart_get_it(tmp_path: Path):
+    text = translated(
+        "--prompt_data org/a,org/b --prompt_data_probs 0.25,0.75 --reward_pretrain org/r "
+        "--advantage_estimator group_norm --n_samples_per_prompt 4 --use_kl_loss --kl_estimator k3 "
+        "--eps_clip_low_high 0.1 0.28 --eps_clip 0.2 --policy_loss_type gspo --dynamic_filtering "
+        "--dynamic_filtering_reward_range 0.1 0.9 --overlong_buffer_len 64 --async_train"
+    )
+    config = config_of(text, tmp_path, max_new_tokens="100")
+    assert [each.weight for each in config.data.prompts] == [0.25, 0.75]
+    assert (config.ppo.clip_low, config.ppo.clip_high) == (0.1, 0.28)
+    assert (config.ppo.policy_loss, config.ppo.aggregation) == ("gspo", "sequence_mean")
+    filtering = config.ppo.filter
+    assert (filtering.enabled, filtering.low, filtering.high) == (True, 0.1, 0.9)
+    assert (config.ppo.advantage, config.ppo.kl.placement) == ("grpo", "loss")
+    assert config.ppo.shaping.overlong_buffer_tokens == 64
+    assert (config.rollout.mode, config.placement.mode) == ("async", "dedicated")
+    assert "No counterpart is known" not in text
+    assert "ppo.kl.estimator" in todo(translated("--use_kl_loss --pretrain m"))
+    assert "ppo.correction.kind" in todo(translated("--enable_vllm_is_correction --pretrain m"))
+    # cosine_with_restarts is no cosine of raypo.
+    assert "learner.lr_schedule" in todo(translated("--lr_scheduler cosine_with_restarts"))
+
+
 def test_an_argument_that_is_not_known_is_named():
     assert "future.key (3): No counterpart is known." in notes(translated(f"{GROUPS} future.key=3"))
+    assert "future (3): No counterpart is known." in notes(translated("--future 3"))
     assert "future (3): No counterpart is known." in notes(translated(f"{GROUPS} +future=3"))
 
 
@@ -527,4 +628,5 @@ def test_a_file_with_todos_is_refused_with_all_of_them(tmp_path: Path):
 
 
 def test_a_secret_is_not_written():
-    assert "0123456789abcdef" not in trl(hub_token="0123456789abcdef")
+    text = translated("--pretrain m --use_wandb 0123456789abcdef --advantage_estimator gae")
+    assert "0123456789abcdef" not in text
