@@ -54,7 +54,7 @@ class ForeignArguments:
             for name, value in source.arguments.items()
             if not (source.is_complete and self.is_default(name, value))
         }
-        self.is_dotted = any("." in name for name in source.given)
+        self.is_dotted = any("." in name for name in source.arguments)
         """False for a command of OpenRLHF before 0.11, whose names have no dots."""
         self.used: set[str] = set()
         self.passed: set[str] = set()

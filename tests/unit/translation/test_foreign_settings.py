@@ -41,7 +41,7 @@ def test_one_plain_command_of_openrlhf_is_read():
         "deepspeed --module openrlhf.cli.train_ppo_ray --pretrain q --bf16 --eps 0.1 0.2 --l2=3"
     )
     assert source.project == "OpenRLHF"
-    assert source.given == {"pretrain": "q", "bf16": True, "eps": [0.1, 0.2], "l2": 3}
+    assert source.arguments == {"pretrain": "q", "bf16": True, "eps": [0.1, 0.2], "l2": 3}
 
 
 @pytest.mark.parametrize(
