@@ -5,12 +5,7 @@ They import the user's files. `raypo.checks.input_checks` runs them in a process
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from raypo.config import (
     ConfigError,
@@ -21,15 +16,10 @@ from raypo.config import (
     functions_of,
     source_name,
 )
-from raypo.custom.loader import function_name, load_class, load_function
+from raypo.custom.loader import load_class, load_function
 from raypo.data.verifiers_environment import verifiers_factory
 from raypo.extras import require
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
-from raypo.types import Rollout
-
-_SET_LATER = ("score", "scores_by_source", "ref_log_probs", "minibatch")
-"""Fields of a rollout that are set after its reward functions were called."""
-_FIELDS = [name for name in Rollout.__dataclass_fields__ if name not in _SET_LATER]
 
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
@@ -64,7 +54,7 @@ def _check_judged(config: OnlineConfig) -> None:
     `distillation.teacher_prompt: success`, its training responses need scores too.
     """
     if config.reward.function is not None:
-        check_reward_function(config.reward.function)
+        load_function(config.reward.function, key="reward.function")
     reward = config.reward
     judges = reward.function or config.model.reward or reward.url or reward.judge
     if judges or functions_of(config.data.prompts) or config.rollout.is_episodic:
@@ -103,9 +93,9 @@ def check_functions(
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
         for spec in functions.values():
-            check_reward_function(spec, key=f"{key}.function")
+            load_function(spec, key=f"{key}.function")
     if config.eval.function is not None:
-        check_reward_function(config.eval.function, key="eval.function")
+        load_function(config.eval.function, key="eval.function")
     if trained and not common:
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
     if config.eval.function:
@@ -128,80 +118,3 @@ def _require_functions(
                 f"{source_name(source)} of {key} has none. Give it one, or set {common}, which "
                 "scores all sources without their own function."
             )
-
-
-def check_reward_function(function: Any, *, key: str = "reward.function") -> None:
-    """Import a reward function, and check that rollouts have the attributes that it reads.
-
-    Its source is read, not executed. Without this check a wrong attribute would be found only after
-    the engines have started.
-
-    Args:
-        function: The function, or its import path.
-        key: Config key or argument that the function comes from.
-
-    Raises:
-        ConfigError: as `load_function`, or a rollout lacks an attribute.
-    """
-    loaded = load_function(function, key=key) if isinstance(function, str) else function
-    for line, name, attribute in _unknown_attributes(_definition(loaded)):
-        raise ConfigError(
-            f"{key} ({function_name(function)}): line {line} reads {name}.{attribute}, but a "
-            f"rollout has no {attribute}. A rollout has {', '.join(_FIELDS)}."
-        )
-
-
-def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the syntax tree of a function, or None if its source is not found.
-
-    The result is None for a decorated function too, because a decorator may pass other arguments.
-    """
-    with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
-        lines, first = inspect.getsourcelines(function)
-        (definition,) = ast.parse(textwrap.dedent("".join(lines))).body
-        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
-            ast.increment_lineno(definition, first - 1)
-            return None if definition.decorator_list else definition
-    return None
-
-
-def _unknown_attributes(
-    function: ast.FunctionDef | ast.AsyncFunctionDef | None,
-) -> Iterator[tuple[int, str, str]]:
-    """Yield line, variable and name of each attribute that a function reads and rollouts lack.
-
-    Only the variables of loops over the single argument are checked: `for rollout in rollouts`.
-    """
-    arguments = [] if function is None else function.args.posonlyargs + function.args.args
-    if function is None or len(arguments) != 1:
-        return
-    nodes = list(ast.walk(function))
-    loop_variables = [
-        node.target
-        for node in nodes
-        if isinstance(node, ast.For | ast.comprehension)
-        and isinstance(node.iter, ast.Name)
-        and node.iter.id == arguments[0].arg
-    ]
-    assigned = {
-        node.id
-        for node in nodes
-        if isinstance(node, ast.Name)
-        and isinstance(node.ctx, ast.Store)
-        and node not in loop_variables
-    }
-    if arguments[0].arg in assigned:
-        return
-    names = {node.id for node in loop_variables if isinstance(node, ast.Name)} - assigned
-    # An attribute whose name is also a string constant may be guarded: hasattr(rollout, "name").
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    attributes = {*_FIELDS, *dir(Rollout)}.difference(_SET_LATER)
-    for node in nodes:
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in names
-            and node.attr not in attributes
-            and node.attr not in texts
-        ):
-            yield node.lineno, node.value.id, node.attr

@@ -9,7 +9,6 @@ from typing import Any
 
 from raypo.checks.function_checks import (
     check_functions,
-    check_reward_function,
     check_scoring,
 )
 from raypo.checks.model_checks import (
@@ -110,7 +109,7 @@ def _check_user_code(config: AnyConfig, reward_fn: RewardFunction | None) -> Non
         call_in_subprocess(check_named_functions, config, paths, reward_fn is not None)
     for function in summands:
         if isinstance(config, OnlineConfig) and callable(function):
-            _check_trained_reward(config, function, "reward_funcs")
+            check_columns(config, function, key="reward_funcs")
 
 
 def check_named_functions(config: AnyConfig, paths: Sequence[str], has_reward_fn: bool) -> None:
@@ -126,16 +125,11 @@ def check_named_functions(config: AnyConfig, paths: Sequence[str], has_reward_fn
     if isinstance(config, OnlineConfig):
         check_scoring(config, has_reward_fn=has_reward_fn)
         for spec in paths:
-            _check_trained_reward(config, spec, "reward_funcs")
+            check_columns(config, spec, key="reward_funcs")
         if config.reward.function and not has_reward_fn:
             check_columns(config, config.reward.function)
     elif isinstance(config, PolicyExamplesConfig):
         check_functions(config, common=None)
-
-
-def _check_trained_reward(config: OnlineConfig, function: Any, key: str) -> None:
-    check_reward_function(function, key=key)
-    check_columns(config, function, key=key)
 
 
 def _notes_on_elastic(config: AnyConfig) -> list[str]:

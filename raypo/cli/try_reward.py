@@ -35,9 +35,10 @@ def try_reward(
     Each row gets its right answer, an empty and a wrong text as the response. The functions are
     called as the run calls them, but no model is loaded and Ray is not started.
     """
-    from raypo.checks.function_checks import check_functions, check_reward_function
+    from raypo.checks.function_checks import check_functions
     from raypo.checks.model_checks import check_model
     from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, load_run_config
+    from raypo.custom.loader import load_function
 
     run = load_run_config(config, overrides)
     if not isinstance(run, OnlineConfig | PolicyExamplesConfig):
@@ -45,7 +46,7 @@ def try_reward(
     common = run.reward.function if isinstance(run, OnlineConfig) else None
     check_functions(run, common=common)
     if common is not None:
-        check_reward_function(common)
+        load_function(common, key="reward.function")
     check_model("model.policy", run.model.policy)
     is_tried = False
     with _functions(run, servers=servers) as functions:

@@ -44,17 +44,17 @@ class ForeignArguments:
     def __init__(self, source: Source, rows: int | None = None) -> None:
         self.project, self.kind, self.recipe = source.project, source.kind, source.recipe
         self.rows = rows
-        self._is_complete, self._all = source.is_complete, source.given
+        self._is_complete, self._all = source.is_complete, source.arguments
         self.defaults = defaults_of(source.project, source.kind)
         table = [*rows_of(source.project), *(rows_of("peft") if source.kind else ())]
         self._rows = {name: row for row in table for name in row.names if "*" not in name}
         self._patterns = [(name, row) for row in table for name in row.names if "*" in name]
-        self.given = {
+        self.arguments = {
             name: value
-            for name, value in source.given.items()
+            for name, value in source.arguments.items()
             if not (source.is_complete and self.is_default(name, value))
         }
-        self.is_dotted = any("." in name for name in source.given)
+        self.is_dotted = any("." in name for name in source.arguments)
         """False for a command of OpenRLHF before 0.11, whose names have no dots."""
         self.used: set[str] = set()
         self.passed: set[str] = set()
@@ -78,7 +78,7 @@ class ForeignArguments:
         """Return the row of the tables for an argument."""
         if name in self._rows:
             return self._rows[name]
-        return next((row for each, row in self._patterns if fnmatchcase(name, each)), None)
+        return next((row for pattern, row in self._patterns if fnmatchcase(name, pattern)), None)
 
     def names(self, name: str) -> Sequence[str]:
         """Return a name and the older names of the same argument.
@@ -89,11 +89,11 @@ class ForeignArguments:
         row = self._rows.get(name)
         if not row or row.is_minor or row.is_automatic:
             return (name,)
-        return [name, *(e for e in row.names if e != name and self.defaults.get(e) is None)]
+        return [name, *(n for n in row.names if n != name and self.defaults.get(n) is None)]
 
     def has(self, name: str) -> bool:
         """Return whether a value other than the default is given under a name or an older one."""
-        return not self.given.keys().isdisjoint(self.names(name))
+        return not self.arguments.keys().isdisjoint(self.names(name))
 
     def lacks(self, name: str) -> bool:
         """Return whether a complete config is of a version that has no such argument."""
@@ -105,17 +105,17 @@ class ForeignArguments:
         If none is given, return the other project's default, or `usual` if there is none. A value
         that could not be resolved is TODO.
         """
-        for each in self.names(name):
-            if each in self.given:
-                self.used.add(each)
-                value = self.given[each]
+        for spelling in self.names(name):
+            if spelling in self.arguments:
+                self.used.add(spelling)
+                value = self.arguments[spelling]
                 return TODO if isinstance(value, str) and UNRESOLVED in value else value
         default = self.defaults.get(name)
         return usual if default is None else default
 
     def value(self, name: str) -> Any:
         """Return the value of an argument without recording that it is used."""
-        return self.given.get(name, self.defaults.get(name))
+        return self.arguments.get(name, self.defaults.get(name))
 
     def number(self, name: str) -> float:
         """Return a number, or NaN if it is not known, and with it all that follows from it."""
@@ -125,8 +125,8 @@ class ForeignArguments:
 
     def origin(self, name: str) -> str:
         """Return the name under which a value is given, or the name of the default."""
-        given = [each for each in self.names(name) if each in self.given]
-        return given[0] if given else f"{name}{DEFAULT}"
+        spellings = (spelling for spelling in self.names(name) if spelling in self.arguments)
+        return next(spellings, f"{name}{DEFAULT}")
 
     def copy(self, done: Settings, names: dict[str, str]) -> None:
         """Set keys of raypo to values of the same meaning, by argument."""
@@ -143,7 +143,7 @@ class ForeignArguments:
         words = set(re.findall(r"[\w.]+", told))
         return [
             name
-            for name, value in self.given.items()
+            for name, value in self.arguments.items()
             if name not in self.used
             or not (name in words or self.is_default(self.names(name)[0], value))
         ]
@@ -154,10 +154,11 @@ class ForeignArguments:
 
     def pass_over(self, *names: str) -> None:
         """Mark arguments as needing no key. A name may be a pattern, like `critic.*`."""
-        given = {p: [n for n in self.given if fnmatchcase(n, p)] for p in names if "*" in p}
-        for name in [older for each in names for older in given.get(each) or self.names(each)]:
-            line = f"{name} ({self.given.get(name)})"
-            if name in self.given and line not in self.idle:
+        matches = {p: [n for n in self.arguments if fnmatchcase(n, p)] for p in names if "*" in p}
+        spellings = (spelling for n in names for spelling in matches.get(n) or self.names(n))
+        for name in spellings:
+            line = f"{name} ({self.arguments.get(name)})"
+            if name in self.arguments and line not in self.idle:
                 self.used.add(name)
                 self.passed.add(name)
                 self.idle.append(line)
@@ -176,19 +177,19 @@ class ForeignArguments:
         from pyarrow import parquet
 
         prompts = done["rollout.prompts_per_step"][0]
-        given = done.get("data.prompts", ((),))[0]
+        prompt_files = done.get("data.prompts", ((),))[0]
         rows = self.rows
-        if rows is None and given and given != TODO:
+        if rows is None and prompt_files and prompt_files != TODO:
             with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
-                paths = [given] if isinstance(given, str) else given
-                rows = sum(parquet.read_metadata(Path(e).expanduser()).num_rows for e in paths)
+                paths = [prompt_files] if isinstance(prompt_files, str) else prompt_files
+                rows = sum(parquet.read_metadata(Path(p).expanduser()).num_rows for p in paths)
         if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
             used = int(min(rows, most))
             if steps := int(used // prompts * epochs):
                 return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
-        each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
+        batch = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
         at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
-        return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
+        return TODO, f"{at_most} // {batch} x {or_todo(epochs, name)} of {name}"
 
     def set_lr_schedule(self, done: Settings, name: str) -> None:
         """Set the learning-rate schedule. It is TODO if raypo has none like it."""
@@ -209,7 +210,7 @@ class ForeignArguments:
         steps = done["num_steps"][0]
         done["learner.lr_warmup_steps"] = (
             rounded(ratio * steps) if isinstance(steps, int) and ratio == ratio else TODO,
-            f"{known(ratio)} of num_steps, {self.origin(name)}",
+            f"{or_todo(ratio)} of num_steps, {self.origin(name)}",
         )
 
     def set_folder(self, done: Settings, name: str) -> None:
@@ -248,9 +249,9 @@ class ForeignArguments:
         if self.has(gpus):
             count = self.number(gpus) * self.number(nodes)
             origin = f"{self.origin(gpus)} x {self.origin(nodes)}"
-            done["learner.num_workers"] = known(count), origin
+            done["learner.num_workers"] = or_todo(count), origin
 
 
-def known(value: float, otherwise: Any = TODO) -> Any:
+def or_todo(value: float, otherwise: Any = TODO) -> Any:
     """Return a number that was computed, or TODO if it is NaN."""
     return otherwise if value != value else value

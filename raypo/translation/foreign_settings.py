@@ -69,10 +69,10 @@ class Source(NamedTuple):
     project: str
     kind: str
     """Config class of TRL, or empty."""
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     """Values by name; the names of verl are dotted."""
     is_complete: bool
-    """True if `given` also has the settings that are at their defaults."""
+    """True if `arguments` also has the settings that are at their defaults."""
 
     @property
     def recipe(self) -> str:
@@ -219,7 +219,7 @@ def _words(text: str, origin: str, file: str) -> list[str]:
     joined = "\n".join(lines).replace("\\\n", "").rstrip("\\ ")
     command = _TAIL.sub("", _NO_MORE.sub("", joined))
     plain = _QUOTED.sub("_", command)
-    within = re.sub(r"\\.", "", " ".join(each[1] or "" for each in _QUOTED.finditer(command)))
+    within = re.sub(r"\\.", "", " ".join(match[1] or "" for match in _QUOTED.finditer(command)))
     for what, pattern in _OF_A_SHELL.items():
         if re.search(pattern, plain) or (what == _VARIABLE and re.search(pattern, within)):
             raise ConfigError(
@@ -236,7 +236,7 @@ def _words(text: str, origin: str, file: str) -> list[str]:
 
 def _hydra_arguments(words: Sequence[str], origin: str) -> dict[str, Any]:
     """Return the overrides of a command of verl."""
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     options = {"--config-path": ("config", "./config"), "--config-name": _OWN_CONFIGS}
     words = [*words]
     while words:
@@ -256,8 +256,8 @@ def _hydra_arguments(words: Sequence[str], origin: str) -> dict[str, Any]:
                 "--resolve > verl.yaml` to the command, and give that file."
             )
         else:
-            given[name.lstrip("+")] = _value(value)
-    return given
+            overrides[name.lstrip("+")] = _value(value)
+    return overrides
 
 
 def _flags(words: Iterable[str]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from raypo.config.base import TODO, ConfigError, parsed
 from raypo.config.sources import DATA_FILES
-from raypo.translation.foreign_arguments import ForeignArguments, Settings, known
+from raypo.translation.foreign_arguments import ForeignArguments, Settings, or_todo
 
-_ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
+_ESTIMATORS = {name: name for name in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
 _ESTIMATORS |= {"group_norm": "grpo"}
 _AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
@@ -179,11 +179,11 @@ def _set_batches(get: ForeignArguments, done: Settings) -> None:
     get.copy(done, {"rollout.batch_size": "rollout.prompts_per_step"})
     get.copy(done, {"rollout.n_samples_per_prompt": "rollout.samples_per_prompt"})
     updated, origin = get.number("train.batch_size"), get.origin("train.batch_size")
-    done["ppo.minibatch_size"] = known(updated), origin
+    done["ppo.minibatch_size"] = or_todo(updated), origin
     if updated == updated and (batch * samples) % updated:
         done["ppo.minibatch_size"] = (
             TODO,
-            f"{origin} {updated:g}: a divisor of the {known(batch * samples)} responses of a step",
+            f"{origin} {updated:g}: a divisor of the {or_todo(batch * samples)} responses of a step",
         )
     most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
     epochs = get.number("train.num_episodes")
@@ -307,7 +307,7 @@ def _set_logging(get: ForeignArguments, done: Settings) -> None:
         get.set_folder(done, "ckpt.output_dir")
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
-    keys = [name for name in get.names("logger.wandb.key") if get.given.get(name)]
+    keys = [name for name in get.names("logger.wandb.key") if get.arguments.get(name)]
     if keys:  # their value is a secret and not written
         get.used.update(keys)
         done["logging.wandb.project"] = get("logger.wandb.project"), keys[0]

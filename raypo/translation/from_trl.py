@@ -27,14 +27,14 @@ def from_trl(get: ForeignArguments) -> Settings:
     if get.has("output_dir") and folder != "trainer_output":
         get.set_folder(done, "output_dir")
     get.pass_over("output_dir")
-    if get.given.get("run_name") == folder:  # the default of older versions
-        del get.given["run_name"]
+    if get.arguments.get("run_name") == folder:  # the default of older versions
+        del get.arguments["run_name"]
     elif run := get("run_name"):
         done["name"] = run, "run_name"
     if not (get("accelerator_config") or {}).get("split_batches"):
-        get.given.pop("accelerator_config", None)  # of defaults
-    if get.given.get("pad_to_multiple_of") is None:
-        get.given.pop("pad_to_multiple_of", None)
+        get.arguments.pop("accelerator_config", None)  # of defaults
+    if get.arguments.get("pad_to_multiple_of") is None:
+        get.arguments.pop("pad_to_multiple_of", None)
     updates: float = 1
     if get.recipe == "ppo":
         updates = _set_sampling(get, done)
@@ -61,7 +61,7 @@ def from_trl(get: ForeignArguments) -> Settings:
 def _set_examples(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of a recipe that learns from examples."""
     batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps")
-    processes = get.given.pop("world_size", None)  # of an object; a JSON does not have it
+    processes = get.arguments.pop("world_size", None)  # of an object; a JSON does not have it
     done["learner.batch_size"] = (
         batch * processes if processes else TODO,
         f"{batch} of per_device_train_batch_size x gradient_accumulation_steps, x processes",
@@ -257,7 +257,7 @@ def _set_correction(get: ForeignArguments, done: Settings) -> None:
     is_corrected = get(f"{name}correction") and not get.lacks(f"{name}correction")
     if not get("use_vllm") or not is_corrected:
         names = ("correction", "mode", "clip_max", "clip_min")
-        get.pass_over(*[f"{name}{each}" for each in names])
+        get.pass_over(*[f"{name}{suffix}" for suffix in names])
         return
     if get("loss_type") == "vespo":
         why = "TRL puts these ratios into the kernel of vespo: none, or ppo.old_log_probs: engine"
@@ -318,11 +318,11 @@ def _set_schedule(get: ForeignArguments, done: Settings, updates: float) -> None
 
 
 def _set_logging(get: ForeignArguments, done: Settings) -> None:
-    given = get("report_to")
-    sinks = [given] if isinstance(given, str) else list(given or ())
+    report_to = get("report_to")
+    sinks = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if not get.has("report_to") or not {*sinks} <= {*_SINKS, "none", "all"}:
         get.used.discard("report_to")
         return
-    for each in sinks:
-        if each in _SINKS:
-            done[f"logging.{each}"] = _SINKS[each], "report_to"
+    for sink in sinks:
+        if sink in _SINKS:
+            done[f"logging.{sink}"] = _SINKS[sink], "report_to"

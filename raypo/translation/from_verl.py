@@ -10,15 +10,15 @@ from raypo.translation.foreign_arguments import (
     KL_ESTIMATORS,
     ForeignArguments,
     Settings,
-    known,
+    or_todo,
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _TEMPLATE = "data.apply_chat_template_kwargs."
-_ESTIMATORS = {each: each for each in ("gae", "grpo", "rloo", "opo", "gdpo")}
+_ESTIMATORS = {name: name for name in ("gae", "grpo", "rloo", "opo", "gdpo")}
 _ESTIMATORS |= {"reinforce_plus_plus": "reinforce", "grpo_vectorized": "grpo"}
 _ESTIMATORS |= {"reinforce_plus_plus_baseline": "reinforce_baseline", "rloo_vectorized": "rloo"}
-_LOSSES = {each: each for each in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov")}
+_LOSSES = {name: name for name in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov")}
 _LOSSES |= {"vanilla": "ppo", "geo_mean": "gmpo", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl"}
 _MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 _MEANS |= {"seq-mean-token-sum-norm": "constant"}
@@ -43,7 +43,7 @@ def from_verl(get: ForeignArguments) -> Settings:
     get.copy(done, {"data.train_batch_size": "rollout.prompts_per_step"})
     get.copy(done, {f"{_ROLLOUT}n": "rollout.samples_per_prompt"})
     rows = get.number(f"{_ACTOR}ppo_mini_batch_size") * get.number(f"{_ROLLOUT}n")
-    done["ppo.minibatch_size"] = known(rows), f"{_ACTOR}ppo_mini_batch_size x {_ROLLOUT}n"
+    done["ppo.minibatch_size"] = or_todo(rows), f"{_ACTOR}ppo_mini_batch_size x {_ROLLOUT}n"
     done["ppo.advantage"] = _ESTIMATORS[estimator], get.origin("algorithm.adv_estimator")
     if done["ppo.advantage"][0] == "grpo" and not get("algorithm.norm_adv_by_std_in_grpo"):
         done["ppo.advantage"] = "dr_grpo", "algorithm.norm_adv_by_std_in_grpo"
@@ -71,9 +71,9 @@ def _set_critic(get: ForeignArguments, done: Settings, *, is_used: bool) -> None
     if not is_used:
         get.pass_over("critic.*", "trainer.critic_warmup", "algorithm.lam", "algorithm.gamma")
         return
-    twins = {each: each.replace("critic.", _ACTOR, 1) for each in get.given}
+    twins = {name: name.replace("critic.", _ACTOR, 1) for name in get.arguments}
     get.pass_over(
-        *[e for e, twin in twins.items() if e != twin and get.given[e] == get.value(twin)]
+        *[n for n, twin in twins.items() if n != twin and get.arguments[n] == get.value(twin)]
     )
 
 
@@ -106,7 +106,7 @@ def _set_data(get: ForeignArguments, done: Settings) -> None:
         get.pass_over("data.shuffle")
     top_k = get(f"{_ROLLOUT}top_k")
     done["rollout.top_k"] = (top_k if top_k == TODO or top_k > 0 else None), f"{_ROLLOUT}top_k"
-    template = [name for name in get.given if name.startswith(_TEMPLATE)]
+    template = [name for name in get.arguments if name.startswith(_TEMPLATE)]
     if template:
         values = {name.removeprefix(_TEMPLATE): get(name) for name in template}
         done["data.chat_template_kwargs"] = values, ", ".join(template)
@@ -139,26 +139,34 @@ def _set_loss(get: ForeignArguments, done: Settings) -> None:
     elif get.lacks(f"{_ACTOR}clip_ratio_c"):
         done["ppo.dual_clip"] = None, "a version of verl without a dual clip"
     both = f"{_ACTOR}clip_ratio"
-    low, high = (_bound(get, f"{both}{each}", both) for each in ("_low", "_high"))
+    low, high = (_bound(get, f"{both}{end}", both) for end in ("_low", "_high"))
     lower, upper = get.number(low), get.number(high)
     if both in get.used and get(both) != 0.2:
         get.leave(both, "verl since 0.4 uses it only for a bound that is null.")
     elif both not in (low, high):
         get.pass_over(both)
     if loss == "geo_mean":  # verl clips the logarithm of the ratio, raypo the ratio
-        done["ppo.clip_low"] = known(1 - math.exp(-lower)), f"1 - exp(-low), {get.origin(low)}"
-        done["ppo.clip_high"] = known(math.exp(upper) - 1), f"exp(high) - 1, {get.origin(high)}"
+        done["ppo.clip_low"] = (
+            or_todo(1 - math.exp(-lower)),
+            f"1 - exp(-low), {get.origin(low)}",
+        )
+        done["ppo.clip_high"] = (
+            or_todo(math.exp(upper) - 1),
+            f"exp(high) - 1, {get.origin(high)}",
+        )
         return
     # The lower bound of cispo's weights has a key of its own.
-    done["ppo.cispo_low" if loss == "cispo" else "ppo.clip_low"] = known(lower), get.origin(low)
-    done["ppo.clip_high"] = known(upper), get.origin(high)
+    done["ppo.cispo_low" if loss == "cispo" else "ppo.clip_low"] = (
+        or_todo(lower),
+        get.origin(low),
+    )
+    done["ppo.clip_high"] = or_todo(upper), get.origin(high)
 
 
 def _bound(get: ForeignArguments, name: str, both: str) -> str:
     """Return the argument that gives a clip bound: `name`, or `both` if only that one is given."""
-    if get.given.get(name) is not None or (name not in get.given and both not in get.given):
-        return name
-    return both
+    has_neither = get.arguments.keys().isdisjoint((name, both))
+    return name if has_neither or get.arguments.get(name) is not None else both
 
 
 def _set_kl(get: ForeignArguments, done: Settings) -> None:
@@ -224,7 +232,7 @@ def _set_correction(get: ForeignArguments, done: Settings) -> None:
         done["ppo.correction.kind"] = kinds.get(kind, TODO), get.origin(name)
         get.copy(done, {f"{name}_threshold": "ppo.correction.cap"})
     old = f"{_ACTOR}tis_imp_ratio_cap"  # of verl 0.5
-    if old in get.given and get.number(old) > 0:
+    if old in get.arguments and get.number(old) > 0:
         done["ppo.correction.kind"] = "tis", old
         get.copy(done, {old: "ppo.correction.cap"})
     if get("algorithm.rollout_correction.bypass_mode"):
@@ -275,7 +283,7 @@ def _set_rewards(get: ForeignArguments, done: Settings) -> None:
             done[f"ppo.shaping.{key}"] = get(own, TODO), f"{get.origin(own)}, {get.origin(enable)}"
     else:
         names = ("enable", "len", "penalty_factor", "log")
-        get.pass_over(*[f"reward_model.overlong_buffer.{each}" for each in names])
+        get.pass_over(*[f"reward_model.overlong_buffer.{name}" for name in names])
 
 
 def _set_steps(get: ForeignArguments, done: Settings) -> None:

@@ -70,16 +70,16 @@ class Translation(NamedTuple):
     def report(self) -> list[str]:
         """Return the lines for the user."""
         lines: list[str] = []
-        for title, each in (
+        for title, notes in (
             ("TODO below, to be set:", self.todo()),
             ("Changes what is learned, and is left to you:", self.notes),
         ):
-            lines += [title, *(f"- {' '.join(line.split())}" for line in each)] if each else []
-        for title, each in (
+            lines += [title, *(f"- {' '.join(line.split())}" for line in notes)] if notes else []
+        for title, notes in (
             ("Concerns memory, speed or files, where raypo chooses by itself:", self.minor),
             ("Needs nothing here:", self.idle),
         ):
-            lines += [f"{title} {', '.join(' '.join(e.split()) for e in each)}."] if each else []
+            lines += [f"{title} {', '.join(' '.join(e.split()) for e in notes)}."] if notes else []
         return lines
 
 
@@ -113,7 +113,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     get.notes.sort(
         key=lambda note: min((n for w, n in order.items() if w in note.split(":")[0]), default=99)
     )
-    minor = [each for each in get.minor if not re.match(r"\S*(token|key) ", each)]
+    minor = [line for line in get.minor if not re.match(r"\S*(token|key) ", line)]
     return Translation(source.project, done, get.notes, minor, get.idle, config)
 
 
@@ -124,7 +124,7 @@ def _copy_same(get: ForeignArguments, done: Settings, keys: Sequence[str]) -> No
     """
     for row in [row for row in rows_of(get.project) if row.is_same]:
         name = row.names[0]
-        value = get.value(next((each for each in get.names(name) if each in get.given), name))
+        value = get.value(next((n for n in get.names(name) if n in get.arguments), name))
         if value is None or not get.passed.isdisjoint(get.names(name)):
             continue
         for key in row.keys_in(keys):
@@ -140,13 +140,15 @@ def _copy_same(get: ForeignArguments, done: Settings, keys: Sequence[str]) -> No
 
 def _copy_or_note(get: ForeignArguments, done: Settings, name: str, keys: Sequence[str]) -> None:
     """Copy an argument that no function computed, or add a line on it."""
-    row, value = get.row(name), get.given[name]
+    row, value = get.row(name), get.arguments[name]
     ours = row.keys_in(keys) if row else ()
     if isinstance(value, str) and UNRESOLVED in value:
         value = TODO
     if row and row.is_same and ours:
         for key in ours:
-            done.setdefault(key, (value, name if value != TODO else f"{name} {get.given[name]}"))
+            done.setdefault(
+                key, (value, name if value != TODO else f"{name} {get.arguments[name]}")
+            )
     elif (row and row.is_automatic) or get.is_default(name, value):
         get.idle.append(f"{name} ({value})")
     elif row and (row.is_minor or (ours and not any(map(_is_learned, ours)))):
@@ -166,8 +168,8 @@ def run_file(made: Translation) -> str:
     ]
     text = made.config.to_yaml(shown)
     values = flatten(yaml.safe_load(text))
-    for key in [each for each in done if each in shown]:
-        for below in [each for each in values if each.startswith(f"{key}.")]:
+    for key in [key for key in done if key in shown]:
+        for below in [key_below for key_below in values if key_below.startswith(f"{key}.")]:
             del values[below]
         values[key] = done[key][0]
     head = [

@@ -46,17 +46,6 @@ def test_good_input_passes(values: dict):
     check_inputs(PPOConfig.parse(values))
 
 
-def test_a_missing_prompt_file_is_named(values: dict, tmp_path: Path):
-    values["data"]["prompts"] = str(tmp_path / "nowhere.jsonl")
-    assert "data.prompts" in (text := refusal(values))
-    assert "nowhere.jsonl" in text
-
-
-def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
-    (tmp_path / "prompts.jsonl").write_text("")
-    assert "prompts.jsonl" in refusal(values)
-
-
 def test_a_judges_template_names_what_the_rows_have(values: dict):
     judge = {"url": "http://a/v1", "model": "m", "template": "{prompt} {label} {response} {rubric}"}
     values["reward"] = {"judge": judge}
@@ -88,26 +77,6 @@ def test_labels_are_left_to_loading_where_bad_rows_are_dropped(values: dict):
     check_inputs(PPOConfig.parse(values))
 
 
-def test_labels_that_the_verifier_reads_pass(values: dict):
-    check_inputs(PPOConfig.parse(with_labels(values, "2", 2, "#### 1,000", r"\boxed{\frac12}")))
-    check_inputs(PPOConfig.parse(with_labels(values, "any text", function="exact_match")))
-    check_inputs(PPOConfig.parse(with_labels(values, {}, function="thinking_format")))
-
-
-def test_labels_that_are_no_tasks_of_reasoning_gym_are_refused(values: dict):
-    values = with_labels(values, "24")
-    values["reward"]["function"] = "raypo.rewards.gym_verifiers:reasoning_gym_score"
-    assert "prompts.jsonl:1 is not an entry of reasoning-gym" in refusal(values)
-
-
-def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
-    values = with_labels(
-        values, "New York", "x^2", "We leave the proof to the reader. It is long but easy."
-    )
-    values["reward"]["function"] = "raypo.rewards.math_verifiers:math_answer"
-    assert "prompts.jsonl:3 is prose" in refusal(values)
-
-
 def test_a_verifier_without_a_label_key_is_told_what_to_set(values: dict):
     values = with_labels(values, "2")
     del values["data"]["label_key"]
@@ -128,14 +97,6 @@ def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path:
     config = PPOConfig.parse(values)
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is not a number"):
         check_evaluation(values["model"]["policy"], config)
-
-
-def test_a_wrong_prompt_key_names_the_columns(values: dict):
-    values["data"]["prompt_key"] = "promt"
-    text = refusal(values)
-    assert "data.prompt_key (promt)" in text
-    assert "prompt" in text
-    assert "answer" in text
 
 
 def test_held_out_prompts_are_checked_under_their_own_key(values: dict, tmp_path: Path):
@@ -202,30 +163,6 @@ def test_without_a_judge_the_run_is_refused(values: dict):
     values["reward"] = {}
     assert "reward.function (None): nothing scores the responses" in refusal(values)
     check_inputs(PPOConfig.parse(values), reward_fn=lambda rollouts: [])
-
-
-def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Path):
-    values["reward"]["function"] = f"{tmp_path}/reward.py:exakt"
-    assert "Did you mean exact?" in refusal(values)
-
-
-def test_an_attribute_that_rollouts_lack_is_refused_with_its_line(values: dict, tmp_path: Path):
-    source = "def judge(rollouts):\n    return [float(len(each.completion)) for each in rollouts]\n"
-    (tmp_path / "judge.py").write_text(source)
-    values["reward"] = {"function": f"{tmp_path}/judge.py:judge"}
-    said = refusal(values)
-    assert (
-        "line 2 reads each.completion, but a rollout has no completion. A rollout has prompt"
-        in said
-    )
-    for accepted in (
-        source.replace("completion", "response"),
-        source.replace("\n", "\n    rollouts = mine(rollouts)\n", 1),
-        "def as_it_is(judge): return judge\n@as_it_is\n" + source,
-        source.replace("each.completion", "getattr(each, 'completion', each.completion)"),
-    ):
-        (tmp_path / "judge.py").write_text(accepted)
-        check_inputs(PPOConfig.parse(values))
 
 
 def test_all_functions_of_a_config_are_imported_by_one_subprocess(values: dict, tmp_path: Path):
@@ -487,12 +424,6 @@ def test_a_checkpoint_that_would_not_load_is_refused_before_anything_starts(
         beginning(values, checkpoint, **changes)
 
 
-def test_a_held_out_metric_needs_held_out_prompts(values: dict):
-    for section in ({"checkpoint": {"best_by": "eval/score_mean"}}, {"stop": {"patience": 3}}):
-        with pytest.raises(ConfigError, match=r"\(eval/score_mean\): .* eval.prompts is null"):
-            PPOConfig.parse(values | section)
-
-
 def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
     values: dict, tmp_path: Path
 ):
@@ -565,17 +496,6 @@ def test_held_out_episodes_are_not_judged_by_what_trains(values: dict, tmp_path:
     assert refusal(values).startswith("eval.function (None): some sources have their own")
     del values["eval"]["prompts"][0]
     check_inputs(PPOConfig.parse(values))
-
-
-def test_a_function_of_a_source_that_is_not_there_is_named(values: dict, tmp_path: Path):
-    path = values["data"]["prompts"]
-    values["data"]["prompts"] = {"path": path, "function": f"{tmp_path}/reward.py:exakt"}
-    assert refusal(values).startswith("data.prompts.function (")
-
-
-def test_a_system_prompt_needs_chat_messages(values: dict):
-    values["data"]["system_prompt"] = "Be brief."
-    assert refusal(values).startswith("data.system_prompt ('Be brief.'): ")
 
 
 def test_old_samples_without_a_correction_are_told_of(values: dict):

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from examples.quickstart import demo
-from raypo.cluster.hardware import Node
 from tests.gpu import acceptance
-from tests.gpu.acceptance import NO_GPU, Outcome, main, report, run_part, side_by_side
-from tests.gpu.parts import ON_DEMAND, PARTS, SIDE_BY_SIDE
+from tests.gpu.acceptance import Outcome, report, run_part, side_by_side
+from tests.gpu.parts import ON_DEMAND, PARTS
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +49,6 @@ def test_each_part_says_what_it_found_or_why_it_failed(report_in: Path):
     assert "| engine | passed | " in page
     assert " | 40 | 38.2 |  |  | gap: 0.123, gpu: H100 |" in page
     assert "| ipc | **failed** | " in page
-
-
-def test_a_part_that_fails_says_what_it_found_before_and_its_last_lines():
-    failed = run_part(
-        "run",
-        python(f"{NOTED} note(measured_gb=50.0); assert False, 'one\\ntwo\\nmore memory'"),
-        60,
-    )
-    assert not failed.passed
-    assert failed.text == "gap: 0.123, gpu: H100, AssertionError: one / two / more memory"
-    assert failed.columns == {"measured_gb": 50.0}
 
 
 def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path):
@@ -118,18 +106,6 @@ def test_parts_run_together_as_long_as_their_memory_fits():
     assert any({"demo", "run"} <= each for each in seen)
 
 
-def test_no_more_parts_run_together_than_there_are_cores_for():
-    small = ["driver", "packages", "group", "ipc"]
-    seen = at_the_same_time(small, 80.0, most=2, first="driver", awaited="ipc")
-    assert max(len(each) for each in seen) == 2
-
-
-def test_where_the_memory_is_not_known_or_small_parts_run_one_after_the_other():
-    for gpu_gb in (1e-9, 0.5):
-        seen = at_the_same_time(["engine", "driver", "ipc"], gpu_gb)
-        assert [len(each) for each in seen] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_the_demo_says_cpu_to_deepspeed_only_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool
@@ -144,42 +120,3 @@ def test_the_demo_says_cpu_to_deepspeed_only_where_there_is_no_gpu(
     monkeypatch.delenv("DS_ACCELERATOR")
     assert demo.main() == 0
     assert os.environ.get("DS_ACCELERATOR") == (None if has_gpu else "cpu")
-
-
-def test_without_a_gpu_there_is_nothing_to_accept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(acceptance, "this_machine", lambda: [Node("this machine")])
-    assert main([]) == NO_GPU
-    assert "nvidia-smi finds no GPU" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_parts_across_gpus_are_run_where_there_are_several_and_more_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, report_in: Path, gpus: int
-):
-    monkeypatch.setattr(acceptance, "this_machine", lambda: [Node("this machine", gpus=gpus)])
-    begun: list[str] = []
-    beside: list[bool] = []
-
-    def run(part: str, command: list[str], limit_s: float, environ: dict[str, str]) -> Outcome:
-        assert command[1:] == ["-m", "tests.gpu.parts", part]
-        begun.append(part)
-        beside.append(SIDE_BY_SIDE in environ)
-        return Outcome(part, part != "ipc", 1.0, "told")
-
-    monkeypatch.setattr(acceptance, "run_part", run)
-    assert main([]) == 1
-    assert begun[:4] == ["default_run", "demo", "run", "driver"]
-    assert ("several" in begun) == (gpus > 1)
-    assert not {"more", "whole_demo"} & set(begun)
-    assert all(beside)
-    count = len(begun)
-    assert f"{count - 1} of {count} parts passed" in (report_in / "report.md").read_text()
-    begun.clear()
-    beside.clear()
-    assert main(["run"]) == 0
-    assert (begun, beside) == (["run"], [False]), "alone it measures the whole GPU's memory"
-    begun.clear()
-    assert main(["driver", "more"]) == 0
-    assert begun == ["driver", "more"]

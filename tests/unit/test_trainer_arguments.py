@@ -404,14 +404,6 @@ def test_a_model_and_data_are_asked_for_by_the_names_of_the_arguments(policy: st
     )
 
 
-def test_a_function_of_python_is_read_too(policy: str):
-    def judge(rollouts: list[Any]) -> list[float]:
-        return [float(each.text == "2") for each in rollouts]
-
-    said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
-    assert "reads each.text, but a rollout has no text." in said
-
-
 def test_a_config_class_explains_wrong_values_itself():
     said = refusal(lambda: PPOConfig(name="x", num_generations=8))  # type: ignore[call-arg]
     assert "config: num_generations: there is no such key. Set rollout.samples_per_prompt" in said

@@ -90,12 +90,6 @@ def test_who_judges_held_out_answers_alone_is_no_mistake():
     assert (config.prompts_answered, config.reward.function) == (0, "judge.py:score")
 
 
-def test_the_teacher_is_deployed_as_a_reference():
-    assert parsed().references == {"reference": "teacher"}
-    with_adapter = parsed(model=VALUES["model"] | {"lora": {}})
-    assert with_adapter.references == {"reference": "teacher"}
-
-
 def taught(teacher: dict[str, str]) -> DistillationConfig:
     sources = ["sums.jsonl", {"path": "x.jsonl", "name": "products"}, "words.jsonl"]
     return parsed(model={"policy": "student", "teacher": teacher}, data={"prompts": sources})

@@ -1,8 +1,6 @@
 """`model.lora`: what its keys mean, and when another model is the reference."""
 
-import pytest
-
-from raypo.config import ConfigError, PPOConfig, RewardModelConfig
+from raypo.config import PPOConfig
 
 RUN = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
 
@@ -17,9 +15,3 @@ def test_the_policy_without_its_adapter_is_the_reference_unless_another_is_named
     assert ppo({}, reference="r").reference == "r"
     without_kl = RUN | {"model": {"policy": "p"}, "ppo": {"kl": {"coef": 0.0}}}
     assert PPOConfig.parse(without_kl).reference is None
-
-
-def test_a_reward_model_pushes_nothing():
-    values = RUN | {"recipe": "reward_model", "model": {"policy": "p", "lora": {"push": "merged"}}}
-    with pytest.raises(ConfigError, match=r"model.lora.push: there is no such key"):
-        RewardModelConfig.parse(values)

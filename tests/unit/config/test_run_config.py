@@ -11,12 +11,9 @@ from raypo.config import (
     ConfigError,
     EvalSection,
     PPOConfig,
-    SFTConfig,
     SourceEntry,
-    flatten,
     load_run_config,
 )
-from raypo.config.refusals import remedy_for_unknown
 
 MINIMAL = {
     "name": "quick",
@@ -116,15 +113,6 @@ def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
     assert refused(**{key: 1}).endswith("Remove it.")
 
 
-def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
-    known = ["learner", "learner.use_gpu", "learner.num_workers", "ppo.critic_warmup_steps"]
-    assert remedy_for_unknown("learner.warmup_steps", known) == "Remove it."
-    of_sft = [*known, "learner.lr_warmup_steps"]
-    assert remedy_for_unknown("learner.warm_up_steps", of_sft) == (
-        "Did you mean learner.lr_warmup_steps?"
-    )
-
-
 def test_the_folder_of_a_run_stands_for_its_config_wherever_the_folder_lies_now(
     tmp_path, monkeypatch
 ):
@@ -177,15 +165,6 @@ def test_a_data_set_takes_a_configuration_and_a_split_and_survives_the_round_tri
     assert config.with_absolute_paths() == config
 
 
-def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
-    (tmp_path / "set").mkdir()
-    config = PPOConfig.parse(with_keys(data__prompts=["b.jsonl", {"path": "set"}]))
-    assert config.with_absolute_paths(tmp_path).data.prompts == (
-        "b.jsonl",
-        SourceEntry(path=str(tmp_path / "set")),
-    )
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -222,22 +201,6 @@ def test_overrides_of_one_section_add_up_and_the_last_of_a_key_wins(file):
 
 
 # Wrong values
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ppo.gamma", 2),
-        ("num_steps", 0),
-        ("ppo.dual_clip", 0.5),
-        ("ppo.num_epochs", "x"),
-        ("ppo.aggregation", "mean"),
-        ("learner.use_gpu", "maybe"),
-        ("ppo", 5),
-    ],
-)
-def test_a_wrong_value_is_told_with_its_key(key, value):
-    assert_refused(key, value)
 
 
 def test_an_error_has_key_value_rule_and_remedy():
@@ -440,10 +403,6 @@ def test_differences_are_told_by_key_and_what_numbers_do_not_depend_on_is_ignore
     assert mine.differences(mine) == []
 
 
-def test_flatten_keeps_empty_mappings_as_values():
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
-
-
 def test_checkpoints_and_evaluations_are_due_every_so_often_and_at_the_last_step():
     for section in (CheckpointSection(every=3), EvalSection(every=3)):
         assert [s for s in range(1, 8) if section.is_due(s, last_step=7)] == [3, 6, 7]
@@ -478,13 +437,6 @@ def test_what_workers_of_a_critic_cannot_have_is_refused(keys: dict, words: str)
     text = refused(learner__critic_workers=2, **keys)
     assert "learner.critic_workers (2): " in text
     assert words in text
-
-
-def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_on():
-    assert PPOConfig.parse(with_keys()).max_failures == 0
-    unlimited = PPOConfig.parse(with_keys(max_failures=-1))
-    earlier = PPOConfig.parse(with_keys())
-    assert unlimited.differences(earlier, ignore=NUMBERS_DO_NOT_DEPEND_ON) == []
 
 
 @pytest.mark.parametrize(
@@ -538,13 +490,6 @@ def test_a_curriculum_waits_for_the_steps_that_may_still_be_sampled(keys: dict, 
 def test_what_muon_cannot_have_is_refused(keys: dict, words: str):
     assert PPOConfig.parse(with_keys(learner__optimizer="muon")).learner.optimizer == "muon"
     assert words in refused(learner__optimizer="muon", **keys)
-
-
-def test_a_curriculum_is_off_and_is_a_key_of_ppo():
-    assert PPOConfig.parse(with_keys()).curriculum is None
-    sft = with_keys(data__curriculum={}, data__response_key="answer")
-    with pytest.raises(ConfigError, match=r"data\.curriculum"):
-        SFTConfig.parse(sft)
 
 
 def test_all_keys_that_are_left_to_the_user_are_told_at_once():

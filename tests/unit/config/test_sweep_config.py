@@ -3,11 +3,9 @@ from typing import Any
 
 import pytest
 
-from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig, SFTConfig
+from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig
 from raypo.config.space import Domain, flat_space
 from raypo.config.sweep_config import Constraint, SweepConfig, with_values
-from raypo.storage.run_files import RunFiles
-from raypo.tuning.sweep_folder import check_sweep_folder, recorded_config
 
 BASE = """
 name: quick
@@ -68,11 +66,6 @@ def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_pa
     assert sweep.num_trials == 3
 
 
-def test_a_key_that_went_is_refused_with_what_to_write(base: Path):
-    assert "resources: there is no such key" in (message := refused(base, resources={"cpus": 2}))
-    assert message.endswith("set max_concurrent if trials have to wait.")
-
-
 def test_nested_and_dotted_spaces_are_the_same():
     nested = {"ppo": {"kl": {"coef": {"uniform": [0, 1]}}, "clip_low": {"choice": [1]}}}
     assert flat_space(nested) == {
@@ -116,17 +109,6 @@ def test_whole_numbers_within_a_range_are_tried_too(base: Path):
     """Both ends divide 32 responses."""
     domain = {"randint": [8, 17]}
     assert "ppo.minibatch_size (" in refused(base, space={"ppo.minibatch_size": domain})
-
-
-@pytest.mark.parametrize(
-    ("domain", "values"),
-    [
-        (Domain("randint", (1, 4)), (1, 2, 3)),
-        (Domain("loguniform", (1e-4, 1.0)), (1e-4, 1.0)),
-    ],
-)
-def test_values_that_stand_for_a_domain(domain: Domain, values: tuple[float, ...]):
-    assert domain.test_values == pytest.approx(values)
 
 
 def test_of_a_wide_range_a_hundred_values_stand_for_all():
@@ -259,18 +241,6 @@ def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
     assert "Search ppo.kl.target instead" in refused(base, **pbt, overrides=adaptive)
 
 
-def test_the_folder_of_a_sweep_stands_for_its_sweep_file(base: Path, tmp_path: Path):
-    sweep = sweep_of(base, num_samples=3)
-    files = RunFiles(str(tmp_path / "runs"), "s")
-    files.write_config(recorded_config(sweep, sweep.base_config()))
-
-    again = SweepConfig.load(files.folder, ["num_samples=5"])
-
-    assert again.num_samples == 5
-    assert again.storage_path == str(tmp_path / "runs")
-    check_sweep_folder(again, again.base_config(), files)
-
-
 def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):
     base.write_text(f"{BASE}recipe: rejection_sampling\n")
     space = {"rejection_sampling.top_k": {"choice": [1, 2]}, "learner.lr": {"uniform": [0, 1]}}
@@ -283,13 +253,6 @@ def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):
 
 EXAMPLES = "name: b\nrecipe: sft\nmodel: {policy: p}\ndata: {prompts: p.jsonl}\n"
 RATE = {"learner.lr": {"loguniform": [1e-5, 1e-3]}}
-
-
-def test_a_base_may_learn_from_examples(base: Path):
-    base.write_text(f"{EXAMPLES}eval: {{prompts: e.jsonl, function: judge.py:score}}\n")
-    config = sweep_of(base, space=RATE).base_config()
-    assert isinstance(config, SFTConfig)
-    assert "space.ppo.kl.coef: the run config has no such key" in refused(base)
 
 
 def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):

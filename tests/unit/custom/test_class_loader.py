@@ -50,14 +50,6 @@ def test_a_class_without_the_methods_is_refused(tmp_path, source, problem):
     assert problem in refusal(tmp_path, source)
 
 
-def test_methods_of_a_base_class_count(tmp_path):
-    path = tmp_path / "guess.py"
-    source = GOOD + "\nclass Loud(Guess): ...\nclass Bare(Exception): ...\n"
-    path.write_text(source)
-    load_class(f"{path}:Loud", ENVIRONMENT, {}, key=KEY)
-    assert "it has no reset" in refusal(tmp_path, source, "Bare")
-
-
 def test_wrong_arguments_of_the_constructor_are_refused(tmp_path):
     text = refusal(tmp_path, GOOD, least=1)
     assert "rollout.environment_args ({'least': 1}): " in text

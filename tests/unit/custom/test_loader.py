@@ -1,13 +1,10 @@
 import sys
-from collections import Counter
-from typing import Any
 
 import pytest
 
 from raypo.config import ConfigError
 from raypo.custom.loader import load_function, source_files
 from raypo.rewards.scoring import RewardError, function_name, score
-from raypo.rewards.verifiers import exact_match
 from tests.unit.rewards.test_scoring import ROLLOUTS
 
 GOOD = "def score(rollouts):\n    return [1.0 for _ in rollouts]\n"
@@ -25,10 +22,6 @@ def refusal(spec, **options):
     return str(error.value)
 
 
-def test_a_function_of_a_module_is_found():
-    assert load_function("raypo.rewards.verifiers:exact_match") is exact_match
-
-
 @pytest.mark.parametrize(
     "spec", ["", "score", "rewards.py", ":score", "rewards.py:", "a b:c", "a:b-c"]
 )
@@ -37,10 +30,6 @@ def test_a_malformed_name(spec):
         f"reward.function ({spec}): a function is named file.py:name or package.module:name. "
         "Write it like rewards.py:score."
     )
-
-
-def test_messages_name_the_key():
-    assert refusal("score", key="eval.function").startswith("eval.function (score): ")
 
 
 def test_a_missing_file(tmp_path):
@@ -102,14 +91,6 @@ def test_a_file_is_imported_once_a_process(tmp_path):
 
     assert first([None, None]) == [1.0, 1.0]
     assert first is second
-
-
-def test_files_of_one_name_in_two_folders_are_two(tmp_path):
-    paths = [
-        write(tmp_path / folder / "rewards.py", f"def score(r): return {i}")
-        for i, folder in enumerate("ab")
-    ]
-    assert [load_function(f"{path}:score")([]) for path in paths] == [0, 1]
 
 
 def test_paths_that_differ_in_punctuation_are_two_files(tmp_path):
@@ -224,11 +205,6 @@ def test_what_is_called_like_a_function_scores_and_has_the_name_of_what_is_calle
         score(function, [None])  # type: ignore[list-item]
 
 
-def test_an_object_of_a_module_has_its_class_for_a_name():
-    callable_enough: Any = Counter("a")
-    assert function_name(callable_enough) == "collections.Counter"
-
-
 class Unspeakable(Exception):
     def __str__(self):
         raise RuntimeError("no text either")
@@ -240,12 +216,3 @@ def test_an_error_whose_text_fails_is_named_by_its_class():
 
     with pytest.raises(RewardError, match=r"raised Unspeakable: its message is not available \("):
         score(fails, ROLLOUTS)
-
-
-def test_an_answer_whose_text_fails_is_told_all_the_same():
-    class Odd:
-        def __repr__(self):
-            raise RuntimeError("no text")
-
-    with pytest.raises(RewardError, match=r"returned <.*Odd object at .*> \(Odd\) as score 0"):
-        score(lambda rollouts: [Odd()] * 4, ROLLOUTS)

@@ -30,10 +30,6 @@ MARKED = (
     "{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-WITHOUT_EARLIER_ANSWERS = (
-    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.role[0] }}:"
-    "{{ m.content }}<eos>\n{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
 
 
 @pytest.fixture
@@ -56,20 +52,6 @@ def told(tokenizer, example: Example) -> tuple[str, str]:
     return tokenizer.decode(example.prompt_ids.tolist()), "".join(shown)
 
 
-@pytest.mark.parametrize("template", [WITH_END, MARKED], ids=["by prefixes", "marked"])
-def test_every_turn_of_the_assistant_is_learned_with_its_end_and_nothing_else(
-    tmp_path, tokenizer, template
-):
-    tokenizer.chat_template = template
-    (example,) = loaded(tmp_path, tokenizer, CHAT)
-    prompt, response = told(tokenizer, example)
-    assert prompt.endswith("u:hi<eos>\na:") or prompt.endswith("u:hi\na:")
-    assert response.startswith("yo<eos>.")
-    assert response.endswith(".2<eos>")
-    assert set(response[len("yo<eos>") : -len("2<eos>")]) == {"."}
-    assert example.num_learned == 5
-
-
 def test_both_ways_to_tell_agree_to_the_token(tmp_path, tokenizer):
     examples = []
     others_end = MARKED.replace("{% else %}{{ m.content }}", "{% else %}{{ m.content }}<eos>")
@@ -85,27 +67,6 @@ def test_a_template_without_an_end_gets_one_behind_the_last_answer(tmp_path, tok
     prompt, response = told(tokenizer, example)
     assert prompt == "system: be kind\nuser: hi\nassistant: "
     assert response == "yo\n" + "." * len("user: 1+1?\nassistant: ") + "2\n<eos>"
-
-
-def test_one_turn_is_what_prompt_and_response_give(tmp_path, tokenizer):
-    (of_chat,) = loaded(tmp_path, tokenizer, CHAT[1:3])
-    row = {"prompt": CHAT[1:2], "response": "yo"}
-    path = tmp_path / "pair.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    section = ResponsesSection.model_validate({"prompts": str(path)})
-    (of_columns,) = load_examples(section, tokenizer, END).items
-    assert of_chat.prompt_ids.tolist() == of_columns.prompt_ids.tolist()
-    assert of_chat.response_ids.tolist() == of_columns.response_ids.tolist()
-    assert of_chat.mask is None
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
-    tokenizer.chat_template = WITHOUT_EARLIER_ANSWERS
-    with pytest.raises(
-        ConfigError, match=r"renders differently when later turns follow.*generation"
-    ):
-        loaded(tmp_path, tokenizer, CHAT)
-    assert len(loaded(tmp_path, tokenizer, CHAT[1:3])) == 1
 
 
 @pytest.mark.parametrize(

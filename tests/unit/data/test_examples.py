@@ -1,6 +1,4 @@
 import json
-import sys
-from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
@@ -35,19 +33,6 @@ def text(tokenizer, ids) -> str:
     return tokenizer.decode(ids.tolist())
 
 
-def test_a_text_response_ends_with_the_end_token(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
-    (example,) = load_examples(section_of(ResponsesSection, path), tokenizer, END).items
-    assert text(tokenizer, example.prompt_ids) == "1+1="
-    assert text(tokenizer, example.response_ids) == "2<eos>"
-
-
-def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", {"prompt": "a", "response": "b<eos>"})
-    (example,) = load_examples(section_of(ResponsesSection, path), tokenizer, END).items
-    assert text(tokenizer, example.response_ids) == "b<eos>"
-
-
 @pytest.mark.parametrize("behind", ["<eos>\n", "<eos><pad>", "<eos>\n<pad> <eos>\n\n"])
 def test_white_space_and_further_ends_behind_the_end_are_left_out(tmp_path, tokenizer, behind):
     """As `apply_chat_template` writes answers."""
@@ -62,16 +47,6 @@ def test_white_space_and_further_ends_behind_the_end_are_left_out(tmp_path, toke
     values = section_of(ResponsesSection, path, messages_key="chat")
     whole, _ = load_examples(values, tokenizer, ends).items
     assert text(tokenizer, whole.response_ids) == "a \n<eos>"
-
-
-def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
-    messages = [{"role": "user", "content": "hi"}]
-    answers = ["yo", [{"role": "assistant", "content": "yo"}]]
-    rows = [{"prompt": messages, "response": answer} for answer in answers]
-    path = write(tmp_path / "a.jsonl", *rows)
-    for example in load_examples(section_of(ResponsesSection, path), tokenizer, END).items:
-        assert text(tokenizer, example.prompt_ids) == "user: hi\nassistant: "
-        assert text(tokenizer, example.response_ids) == "yo\n<eos>"
 
 
 def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
@@ -116,17 +91,6 @@ def test_verdicts_and_margins_of_a_csv_file_are_read_from_its_texts(tmp_path, to
     assert [verdict.is_desirable for verdict in loaded.items] == [True, False]
 
 
-def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
-    row = {"prompt": "q", "chosen": "good", "rejected": "no", "by": 3}
-    path = write(tmp_path / "a.jsonl", row)
-    section = section_of(PairsSection, path, margin_key="by")
-    (pair,) = load_pairs(section, tokenizer, END).items
-    assert text(tokenizer, pair.chosen_ids) == "good<eos>"
-    assert text(tokenizer, pair.rejected_ids) == "no<eos>"
-    assert pair.margin == 3.0
-    assert pair.num_tokens == 1 + 5 + 3
-
-
 def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
     rows = [{"prompt": "q", "response": "abcd"}, {"prompt": "q", "response": "a"}]
     path = write(tmp_path / "a.jsonl", *rows)
@@ -141,32 +105,3 @@ def test_long_rows_are_skipped_and_counted_or_refused(tmp_path, tokenizer):
         load_examples(strict, tokenizer, END)
     with pytest.raises(ConfigError, match="all 2 rows"):
         load_examples(section_of(ResponsesSection, path, max_response_tokens=1), tokenizer, END)
-
-
-def test_a_data_set_whose_rows_are_all_too_long_is_named(tokenizer, monkeypatch):
-    package = ModuleType("datasets")
-    rows = [{"prompt": "q", "response": "abcd"}]
-    vars(package)["load_dataset"] = lambda path, config, split: rows
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: object())
-    values = {"prompts": {"path": "org/set", "config": "main"}, "max_response_tokens": 1}
-    with pytest.raises(ConfigError, match=r"data.prompts \(org/set, main, train\): all 1 rows"):
-        load_examples(ResponsesSection.model_validate(values), tokenizer, END)
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "q", "chosen": "a"}, "data.rejected_key"),
-        ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response must be a text"),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"},
-            "must be a finite number",
-        ),
-    ],
-)
-def test_wrong_pairs_are_told(tmp_path, tokenizer, row, words):
-    path = write(tmp_path / "a.jsonl", row)
-    margin_key = "margin" if "margin" in row else None
-    with pytest.raises(ConfigError, match=words):
-        load_pairs(section_of(PairsSection, path, margin_key=margin_key), tokenizer, END)

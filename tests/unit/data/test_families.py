@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.config import ConfigError, PairsSection, PreferencesSection, ResponsesSection
-from raypo.data.examples import load_examples, load_pairs, load_verdicts
+from raypo.config import ConfigError, PairsSection, ResponsesSection
+from raypo.data.examples import load_examples, load_pairs
 from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
 from raypo.types import Example
@@ -209,21 +209,6 @@ def test_pairs_that_differ_in_their_calls_alone_are_not_equal(tmp_path, tokenize
     row = {"prompt": [USER], "chosen": [CALL], "rejected": [other]}
     loaded = pairs(tmp_path, tokenizers, name, row)
     assert (len(loaded.items), loaded.num_unusable) == (1, 0)
-
-
-def test_verdicts_end_once_and_empty_ones_are_left_out(tmp_path, tokenizers, name):
-    tokenizer = tokenizers[name]
-    rows = [
-        {"prompt": [USER | {"content": text}], "response": response, "ok": True}
-        for text, response in [("a", "x"), ("b", "y"), ("c", "")]
-    ]
-    path = write(tmp_path / "rows.jsonl", rows)
-    section = PreferencesSection.model_validate({"prompts": path, "desirable_key": "ok"})
-    loaded = load_verdicts(section, tokenizer, stop_ids(name, tokenizer))
-    assert (len(loaded.items), loaded.num_unusable) == (2, 1)
-    for each in loaded.items:
-        example = Example(each.prompt_ids, each.response_ids)
-        assert learned_ends(name, tokenizer, example) == [FAMILIES[name].end]
 
 
 # Files

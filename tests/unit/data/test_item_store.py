@@ -42,11 +42,6 @@ def test_threads_read_a_store_at_the_same_time(memory):
         assert list(pool.map(store.__getitem__, [*range(500)] * 4)) == [*range(500)] * 4
 
 
-def test_an_empty_store_is_false():
-    assert not ItemStore()
-    assert list(ItemStore()) == []
-
-
 def test_a_full_disk_is_told_with_its_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(item_store, "MEMORY_BYTES", 10)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))

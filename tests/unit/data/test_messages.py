@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from raypo.config import ConfigError, ResponsesSection
 from raypo.data.chat_messages import MessageError, chat_messages, check_roles, render
 from raypo.data.examples import load_examples
-from raypo.data.prompts import PEEK_ROWS, load_prompts
+from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
 from tests.tiny import tiny_tokenizer
 from tests.unit.data.prompt_files import CHAT, peek, refused, section, write
@@ -114,16 +114,6 @@ def test_calls_behind_a_text_prompt_are_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "response": response}])
     values = ResponsesSection.model_validate({"prompts": path})
     assert "only a chat template can" in refused(load_examples, values, tokenizer, END)
-
-
-def test_parts_of_text_are_read_as_the_text_they_are(tmp_path, tokenizer):
-    path = write(
-        tmp_path / "a.jsonl",
-        [{"prompt": [{"role": "user", "content": content}]} for content in ("hi", PARTS)],
-    )
-    plain, parts = load_prompts(section(path), tokenizer).prompts
-    assert parts.messages == plain.messages == CHAT
-    assert parts.token_ids.tolist() == plain.token_ids.tolist()
 
 
 @pytest.mark.parametrize("role", ["human", "gpt", "User"])
@@ -315,9 +305,3 @@ def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
         values = {"prompts": path, "tools_key": "tools"} | more
         given = ResponsesSection.model_validate(values)
         assert refused(load_examples, given, tokenizer, END) == told
-
-
-def test_tools_may_appear_after_the_rows_that_are_checked_first(tmp_path):
-    rows = [{"prompt": "a"}] * PEEK_ROWS
-    path = write(tmp_path / "late.jsonl", [*rows, {"prompt": "b", "tools": []}])
-    assert peek(path, tools_key="tools") is None

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypo.config import DataSection
@@ -29,13 +29,7 @@ def section(*weights):
     return DataSection.model_validate({"prompts": sources})
 
 
-def test_every_step_has_the_shares_of_the_weights():
-    of = stream()
-    for _ in range(20):
-        sources = [source for source, _ in drawn(of, 10)]
-        assert [sources.count(n) for n in range(3)] == [6, 3, 1]
-
-
+@settings(deadline=None)
 @given(
     weights=st.lists(st.integers(1, 50), min_size=3, max_size=3),
     block=st.integers(1, 16),
@@ -51,19 +45,6 @@ def test_no_source_is_a_draw_behind_its_share_or_ahead_of_it_after_any_block(
     for n, weight in enumerate(weights):
         share = Fraction(weight, sum(weights)) * block * blocks
         assert abs(sources.count(n) - share) <= 1, "Webster's method with three sources"
-
-
-def test_the_oracle_one_draw_at_a_time():
-    """Counted by hand: whoever is furthest behind is next; the seed only shuffles the step."""
-    of, counts = stream(block=7), [0, 0, 0]
-    for _ in range(30):
-        for _ in range(7):
-            due = [(count + 0.5) / weight for count, weight in zip(counts, WEIGHTS, strict=True)]
-            counts[due.index(min(due))] += 1
-        of.take(7)
-    again = stream(block=7)
-    sources = [source for source, _ in drawn(again, 210)]
-    assert [sources.count(n) for n in range(3)] == counts
 
 
 def test_each_source_has_epochs_of_its_own():
@@ -82,6 +63,7 @@ def test_sources_come_in_a_seeded_order_and_not_by_turns():
     assert len(set(by_worker)) == 3, "else one worker would have all of a source"
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 9), max_size=6))
 def test_how_many_are_taken_at_once_changes_nothing(cuts):
     in_parts, at_once = stream(), stream()
@@ -96,13 +78,6 @@ def test_a_stream_goes_on_at_any_draw_from_its_position_alone(position):
     resumed.load_state_dict(whole.state_dict())
     assert whole.state_dict() == {"position": position}
     assert resumed.take(25) == whole.take(25)
-
-
-def test_a_stream_goes_back_as_well():
-    of = stream()
-    first = of.take(30)
-    of.load_state_dict({"position": 5})
-    assert of.take(25) == first[5:]
 
 
 def test_other_items_are_drawn_at_the_same_places():

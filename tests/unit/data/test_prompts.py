@@ -1,6 +1,5 @@
 import copy
 import json
-import re
 import subprocess
 import sys
 
@@ -8,8 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.data.prompts import load_prompts
-from raypo.data.rows import read_rows
-from tests.unit.data.prompt_files import CHAT, ROWS, peek, refused, section, write
+from tests.unit.data.prompt_files import CHAT, ROWS, refused, section, write
 
 
 def test_every_kind_of_file_gives_the_same_prompts(file, tokenizer):
@@ -36,41 +34,12 @@ def test_the_index_is_the_row_over_all_files_skipped_rows_counted(tmp_path, toke
     assert loaded.notes("eval.prompts") == [told]
 
 
-def test_a_prompt_of_just_the_limit_is_kept(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "1234"}])
-    assert len(load_prompts(section(path, max_prompt_tokens=4), tokenizer).prompts) == 1
-
-
-def test_labels_keep_their_type_and_are_none_without_a_key(tmp_path, tokenizer):
-    path = write(
-        tmp_path / "a.jsonl", [{"prompt": "a", "y": {"n": [1, 2]}}, {"prompt": "b", "y": None}]
-    )
-
-    labels = [p.label for p in load_prompts(section(path, label_key="y"), tokenizer).prompts]
-    assert labels == [{"n": [1, 2]}, None]
-    assert load_prompts(section(path), tokenizer).prompts[0].label is None
-
-
 def test_csv_is_text_so_that_leading_zeros_stay(tmp_path, tokenizer):
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer\n"4,\n5",007\n')
 
     (prompt,) = load_prompts(section(str(path), label_key="answer"), tokenizer).prompts
     assert (prompt.text, prompt.label) == ("4,\n5", "007")
-
-
-@pytest.mark.parametrize("extension", [".jsonl", ".json", ".parquet"])
-def test_chat_messages_go_through_the_template_with_the_generation_prompt(
-    tmp_path, tokenizer, extension
-):
-    path = write(tmp_path / f"a{extension}", [{"prompt": CHAT}])
-
-    (prompt,) = load_prompts(section(path), tokenizer).prompts
-
-    assert prompt.text == "user: hi\nassistant: "
-    assert (
-        prompt.token_ids.tolist() == tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-    )
 
 
 def test_special_tokens_are_added_to_text_and_not_twice_to_chat(tmp_path, tokenizer):
@@ -129,14 +98,6 @@ def test_nothing_left_is_an_error(tmp_path, tokenizer):
     )
 
 
-def test_a_prompt_without_tokens_is_an_error(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": ""}])
-    assert refused(load_prompts, section(path), tokenizer) == (
-        f"data.prompt_key (prompt): {path}:2 has a prompt without tokens. Write a prompt there or "
-        "remove the row."
-    )
-
-
 def test_chat_without_a_template_is_an_error(tmp_path, tokenizer):
     bare = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None
@@ -145,22 +106,6 @@ def test_chat_without_a_template_is_an_error(tmp_path, tokenizer):
         f"data.prompt_key (prompt): {path}:1 has chat messages, but the policy's tokenizer has "
         "no chat template. Use a chat model, or prompts that are text."
     )
-
-
-def test_what_the_template_says_of_messages_is_passed_on(tmp_path, tokenizer):
-    strict = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    path = write(tmp_path / "a.jsonl", [{"prompt": CHAT}])
-    assert refused(load_prompts, section(path), strict) == (
-        f"data.prompt_key (prompt): the tokenizer's chat template refuses {path}:1: roles must "
-        "alternate. Correct the messages."
-    )
-
-
-def test_rows_are_read_as_they_are_asked_for(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"n": 1}\n{broken\n')
-    assert next(read_rows(str(path), key="k")).values == {"n": 1}
 
 
 def test_peek_imports_nothing_heavy(tmp_path):
@@ -173,11 +118,6 @@ def test_peek_imports_nothing_heavy(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_a_message_ends_with_a_remedy(tmp_path):
-    message = refused(peek, str(tmp_path / "a.md"))
-    assert re.search(r"\. Give a file .*\.$", message)
 
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl"])

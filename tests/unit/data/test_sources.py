@@ -74,15 +74,6 @@ def test_a_saved_folder_is_read_in_order_and_at_any_place(tmp_path, tokenizer, f
     assert peek(folder, "prompt", "answer") == 7
 
 
-def test_what_is_too_long_is_left_out_of_a_saved_folder_too(tmp_path, tokenizer):
-    rows = [{"prompt": "1"}, {"prompt": "123456"}, {"prompt": "12"}]
-    folder = save_to_disk(tmp_path / "set", rows)
-    loaded = load_prompts(section(folder, max_prompt_tokens=4), tokenizer)
-    assert (texts(loaded), loaded.num_skipped, loaded.sizes) == (["1", "12"], 1, (2,))
-    assert [prompt.index for prompt in loaded.prompts] == [0, 2]
-    assert loaded.highest.tolist() == tokenizer("12")["input_ids"]
-
-
 def test_of_several_splits_one_is_named(tmp_path, tokenizer):
     sets = {split: Dataset.from_list([{"prompt": split}]) for split in ("train", "test")}
     DatasetDict(**sets).save_to_disk(tmp_path / "set")
@@ -112,14 +103,6 @@ def test_a_saved_folder_that_is_broken_is_named(tmp_path, content):
     assert told.endswith(" Save it again.")
 
 
-def test_a_saved_folder_is_read_as_it_was_selected(tmp_path):
-    rows = [{"prompt": CHAT, "answer": str(number)} for number in range(5)]
-    Dataset.from_list(rows).select([4, 2, 0]).save_to_disk(tmp_path / "one", num_shards=2)
-    found = list(read_rows(str(tmp_path / "one"), key="data.prompts"))
-    assert [row.values["answer"] for row in found] == ["4", "2", "0"]
-    assert found[0].values["prompt"] == CHAT
-
-
 def test_a_saved_folder_needs_the_package(tmp_path, monkeypatch):
     path = save_to_disk(tmp_path / "set", ROWS)
     monkeypatch.setattr("raypo.data.rows.find_spec", lambda name: None)
@@ -143,14 +126,6 @@ def test_rows_of_all_sources_are_counted_on_and_know_their_source(tmp_path, toke
     ]  # fmt: skip
     with pytest.raises(IndexError):
         loaded.prompts[5]
-
-
-def test_examples_are_counted_by_source(tmp_path, tokenizer):
-    rows = [{"prompt": "a", "response": "b"}]
-    paths = [write(tmp_path / f"{n}.jsonl", rows * n) for n in (2, 3)]
-    values = {"prompts": [{"path": path, "weight": 1.0} for path in paths]}
-    loaded = load_examples(ResponsesSection.model_validate(values), tokenizer, (1,))
-    assert loaded.sizes == (2, 3)
 
 
 # A system prompt

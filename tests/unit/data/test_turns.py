@@ -53,12 +53,6 @@ def test_a_text_is_the_users_message_in_a_chat_and_itself_elsewhere(tokenizer):
     assert text_between(tokenizer, "yo", "and?", chat=False) == "and?"
 
 
-def test_a_cut_off_turn_is_ended_by_the_template(tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATES["ends turns with the stop token"]
-    assert text_between(tokenizer, "y", "a").startswith("<eos>\n<bos>user\n")
-    assert text_between(tokenizer, "y<eos>", "a").startswith("\n<bos>user\n")
-
-
 def test_ids_stay_as_they_are(tokenizer):
     turns = TurnTokens(tokenizer, [END])
     assert turns.between(np.array([5]), [7, 8], chat=True).tolist() == [7, 8]

@@ -87,10 +87,6 @@ def test_a_prefix_is_a_folder(bucket, check):
     assert "this is a folder" in refused(check, "s3://bucket/data")
 
 
-def test_another_kind_of_file(bucket, check):
-    assert ".txt is not a file type that raypo reads" in refused(check, "s3://bucket/data/a.txt")
-
-
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_file_system_of_fsspec_is_opened_by_its_name(tmp_path, tokenizer, ending):
     path = Path(write(tmp_path / f"a{ending}", ROWS))

@@ -1,13 +1,7 @@
 """Either way a file is looked at, it says the same of what is wrong with it."""
 
-import sys
-from types import ModuleType
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from raypo.config import SourceEntry
 from raypo.data.prompts import load_prompts
 from tests.unit.data.prompt_files import ROWS, peek, refused, section, write
 
@@ -21,10 +15,6 @@ def check(request, tokenizer):
         return len(load_prompts(columns, tokenizer).prompts)
 
     return peek if request.param == "peek" else load
-
-
-def test_good_files_are_good(file, check):
-    assert check(file, "prompt", "answer") == 2
 
 
 def test_a_missing_file(tmp_path, check):
@@ -64,21 +54,6 @@ def test_an_empty_file(tmp_path, check, name, content):
     path = str(tmp_path / name)
     assert refused(check, path) == (
         f"data.prompts ({path}): the file has no rows. Write prompts into it."
-    )
-
-
-def test_an_empty_parquet_file(tmp_path, check):
-    path = str(tmp_path / "a.parquet")
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    assert "the file has no rows" in refused(check, path)
-
-
-def test_an_unreadable_line_is_named(tmp_path, check):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"\n')
-    assert refused(check, str(path)) == (
-        f"data.prompts ({path}:3): cannot be read: Expecting ',' delimiter at column 1. "
-        "Correct the file."
     )
 
 
@@ -128,13 +103,6 @@ def test_a_missing_prompt_key_names_the_columns_and_the_nearest(file, check):
     )
 
 
-def test_a_missing_label_key_names_the_columns(file, check):
-    assert refused(check, file, "prompt", "zzz") == (
-        f"data.label_key (zzz): {file} has no such column. It has prompt, answer. "
-        "Set data.label_key to one of them."
-    )
-
-
 @pytest.mark.parametrize(
     ("config_key", "row"), [("data.prompt_key", {"answer": 1}), ("data.label_key", {"prompt": "c"})]
 )
@@ -155,10 +123,6 @@ def test_a_prompt_that_is_neither_text_nor_chat(tmp_path, check, value):
         f"data.prompt_key (prompt): {path}:1 has {value!r} there. A prompt must be a text, or a "
         "list of chat messages with role and content. Correct the row or remove it."
     )
-
-
-def test_messages_name_the_key_that_the_paths_come_from():
-    assert refused(peek, "x.jsonl", key="eval.prompts").startswith("eval.prompts (x.jsonl)")
 
 
 def test_peek_looks_at_the_first_rows_only_and_loading_at_all(tmp_path, tokenizer):
@@ -213,48 +177,3 @@ def test_a_data_set_id_needs_the_package(check, monkeypatch, name):
         f"data.prompts ({name}): there is no such file, and a Hugging Face data set needs the "
         "package datasets. Correct the path, or pip install datasets on every node."
     )
-
-
-@pytest.fixture
-def data_sets(monkeypatch):
-    """A package `datasets` with one data set, because the real one is not required."""
-
-    def load_dataset(path, config, split):
-        name = path
-        if name != "openai/gsm8k":
-            raise FileNotFoundError(f"Couldn't find any data file at {name}.")
-        return {"train": ROWS}[split]
-
-    module = ModuleType("datasets")
-    module.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: object())
-
-
-def test_the_train_split_of_a_data_set_is_read(data_sets, tokenizer):
-    loaded = load_prompts(section("openai/gsm8k", label_key="answer"), tokenizer)
-    assert [(p.index, p.text, p.label) for p in loaded.prompts] == [
-        (0, "1+1=", "2"),
-        (1, "10+10=", "20"),
-    ]
-
-
-def test_a_data_set_that_is_not_there(data_sets, tokenizer):
-    assert refused(load_prompts, section("openai/gsm9k"), tokenizer) == (
-        "data.prompts (openai/gsm9k): there is no such file, and the train split of a Hugging Face "
-        "data set of this name cannot be loaded: Couldn't find any data file at openai/gsm9k.. "
-        "Correct the path or the name; another split or a configuration is named by "
-        "data.prompts={path: openai/gsm9k, config: NAME, split: NAME}."
-    )
-
-
-def test_a_data_set_entry_needs_the_package(check, monkeypatch):
-    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: None)
-    assert refused(check, SourceEntry(path="openai/gsm8k", config="main")) == (
-        "data.prompts (openai/gsm8k, main, train): a Hugging Face data set needs the package "
-        "datasets. pip install datasets on every node."
-    )
-
-
-def test_peek_downloads_nothing(data_sets):
-    assert peek("openai/gsm9k") is None  # loading that one is refused

@@ -21,14 +21,3 @@ def test_a_lap_is_the_time_since_the_last_one():
     clock.lap("time/update_s")
 
     assert clock.laps == {"time/generate_s": 3.0, "time/update_s": 1.5}
-
-
-def test_a_name_used_twice_accumulates():
-    hands = Hands()
-    clock = Clock(hands)
-
-    for hands.seconds in (101.0, 103.0, 107.0):
-        name = "time/score_s" if hands.seconds == 103.0 else "time/generate_s"
-        clock.lap(name)
-
-    assert clock.laps == {"time/generate_s": 1.0 + 4.0, "time/score_s": 2.0}

@@ -127,18 +127,3 @@ def test_a_mean_of_no_weight_is_nan_and_a_nan_stays_one():
     reduced = means.reduce(Workers())
     assert list(reduced) == ["broken", "broken_max", "empty"]
     assert all(map(math.isnan, reduced.values()))
-
-
-def test_one_name_cannot_be_a_mean_and_a_count():
-    means = WeightedMeans()
-    means.add("x", 1.0, 1)
-    with pytest.raises(AssertionError, match="x is booked as mean and as sum"):
-        means.total("x", 1)
-
-
-def test_scalar_tensors_are_taken():
-    import torch
-
-    means = WeightedMeans()
-    means.add("x", torch.tensor(3.0), torch.tensor(2))
-    assert means.reduce(Workers()) == {"x": 1.5}

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from raypo.config.auto_values import least_memory
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan, tried
 from raypo.plan.times import sampled_of
 from raypo.run.served_roles import measures_memory
-from raypo.run.setup import Shared, decided_together
-from raypo.run.shared_services import of_shared
+from raypo.run.setup import decided_together
 from tests.unit.learner.plain import on_workers
 from tests.unit.plan.test_plan import LLAMA_1B, LLAMA_8B
 
@@ -92,21 +90,6 @@ def test_less_memory_first_takes_tokens_and_then_turns(values):
     assert len({*ranks}) >= 4
 
 
-def test_a_better_choice_would_fill_a_gpu_too_far(values):
-    for gb in (50, 60, 80, 100):
-        made = plan(values, f"2xGPU{gb}G")
-        sleeps, tokens = choice(made)
-        assert fullest(made) <= SIDE_BY_SIDE
-        better = [(False, tokens * 2)] if not sleeps else [(False, 4096)]
-        for sleep, count in better:
-            if count <= 32768:
-                keys = {
-                    "rollout__engine__sleep": sleep,
-                    "learner__max_tokens_per_microbatch": count,
-                }
-                assert fullest(plan(values, f"2xGPU{gb}G", **keys)) > SIDE_BY_SIDE
-
-
 @pytest.mark.parametrize("sleep", [True, False])
 def test_what_is_set_wins(values, sleep):
     keys = {"rollout__engine__sleep": sleep, "learner__max_tokens_per_microbatch": 1111}
@@ -137,12 +120,6 @@ def test_on_cpus_nothing_is_decided(values):
     assert choice(made) == (False, 4096)
     assert made.config.learner.max_tokens_per_microbatch == "auto"
     assert made.decisions == ()
-
-
-def test_engines_with_gpus_of_their_own_stay_awake(values):
-    made = plan(values, "8xGPU80G", placement__mode="dedicated")
-    assert not choice(made)[0]
-    assert not [each for each in made.decisions if "sleep" in each]
 
 
 @pytest.mark.parametrize("gb", [180, 80, 40])
@@ -234,14 +211,3 @@ def test_a_model_that_no_plan_can_read_is_taken_to_need_all_memory(values, tmp_p
     assert decided.rollout.engine.sleep is True
     assert decided.learner.max_tokens_per_microbatch == 4096
     assert len(messages) == 1
-
-
-def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
-    config = PPOConfig.parse(values)
-    handle: Any = SimpleNamespace(is_lost=lambda: False)
-    shared = Shared(config, handles={"reference": handle})
-    decided, _ = decide_for_gpus(config, 180 * GB)
-    assert isinstance(decided, PPOConfig)
-    assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
-    other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))
-    assert of_shared(shared, other, "trial", Workers()) == {}

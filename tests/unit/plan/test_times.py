@@ -15,7 +15,6 @@ from raypo.plan.times import (
     OPTIMIZER_BYTES,
     PhaseTime,
     Rates,
-    StepTime,
     faster,
     step_time,
     updates_note,
@@ -130,13 +129,6 @@ def test_an_engine_reads_all_weights_for_each_token_of_its_longest_response(fold
     assert shared.moved > generate.moved == 0.0
 
 
-def test_frozen_models_score_eight_times_as_fast_on_eight_devices(folder: Path):
-    one = plan(folder, "8xH100", placement={"frozen": {"reference": {"num_replicas": 1}}})
-    assert phases(one)["score"].seconds == pytest.approx(
-        8 * phases(plan(folder, "8xH100"))["score"].seconds
-    )
-
-
 HALF_B = {
     "model_type": "llama",
     "vocab_size": 151_936,
@@ -182,16 +174,6 @@ def test_seconds_are_right_within_half_for_the_runs_that_were_measured(
         assert measured_s / 1.5 < predicted_s < 1.5 * measured_s, phase
 
 
-def test_a_narrow_model_reaches_less_of_the_data_sheet(folder: Path):
-    made = plan(folder, "8xH100")
-    wide = made.models.policy
-    rates = replace(ONE, half_width=wide.hidden)
-    assert rates.pass_flops(wide) == ONE.flops / 2
-    assert phases(made, rates)["update"].beside["arithmetic"] == pytest.approx(
-        2 * phases(made)["update"].beside["arithmetic"]
-    )
-
-
 def test_the_engines_python_works_beside_the_gpu(folder: Path):
     made = plan(folder, "8xH100")
     on_gpu = phases(made)["generate"].seconds
@@ -235,13 +217,6 @@ def test_nodes_share_what_the_slowest_link_carries(folder: Path):
     assert Rates.of(plan(folder, "8xCPU")) is None
 
 
-def test_what_is_sampled_ahead_hides_behind_the_update():
-    parts = [PhaseTime(name, {"arithmetic": s}) for name, s in (("generate", 3.0), ("score", 1.0))]
-    parts.append(PhaseTime("update", {"arithmetic": 5.0}))
-    assert StepTime(parts, 8, is_ahead=False).seconds == 9.0
-    assert StepTime(parts, 8, is_ahead=True).seconds == 5.0
-
-
 def test_a_key_is_told_only_where_the_run_then_fits_and_is_faster(folder: Path):
     made = plan(folder, "8xH200,4000G", placement={"frozen": {"reference": {"num_replicas": 1}}})
     rates = Rates.of(made)
@@ -277,12 +252,3 @@ def test_no_key_is_told_with_which_the_run_is_refused(folder: Path):
     assert tensor_parallel_sizes(plan(folder, "1xH100,2000G,8", **asked)) == set()
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_attention_heads": 14}))
     assert tensor_parallel_sizes(plan(folder, "8xH100", **asked)) == {"2"}
-
-
-def test_an_episode_takes_as_long_as_all_its_turns(folder: Path):
-    episodes = {"environment": "env.py:Env", "max_turns": 4, "max_episode_tokens": 2048}
-    short, long = (
-        step_time(plan(folder, "8xH100", rollout=section), ONE)
-        for section in ({**episodes, "max_new_tokens": 128}, {**episodes, "max_new_tokens": 2048})
-    )
-    assert short == long

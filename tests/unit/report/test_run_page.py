@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +124,6 @@ def test_samples_have_their_tokens_with_advantages_and_changes(run: Path):
     assert sample["changes"] == pytest.approx([0.3, -0.1, 0.0], abs=1e-6)
 
 
-def test_without_a_tokenizer_samples_have_their_text(tmp_path: Path):
-    folder = write_run(tmp_path)
-    (folder / "policy" / "tokenizer.json").unlink()
-    sample = run_samples(RunFiles.at(str(folder)), {})[0]
-    assert "tokens" not in sample
-    assert sample["response"]
-
-
 def test_chosen_samples_have_best_worst_longest_and_prompts_that_come_again():
     rows = [rollout(1, group, sample) for group in range(30) for sample in range(3)]
     rows[40] |= {"score": 9.0}
@@ -222,42 +213,9 @@ def test_several_runs_share_their_axes(run: Path, tmp_path: Path):
     assert "<td>name</td><td>recorded</td><td>other</td>" in html
 
 
-def test_warnings_stand_on_the_page_with_their_remedy(tmp_path: Path):
-    changes: dict[str, Any] = {"ppo/clip_fraction": 0.5}
-    html = page_text(write_run(tmp_path, **changes))
-    assert "50% of the tokens are clipped" in html
-    assert "Lower learner.policy_lr" in html
-
-
 def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"RUN \(.*\): there is no run.*<storage_path>/<name>"):
         load_run(str(tmp_path / "nothing"))
-
-
-def test_figures_that_are_not_finite_do_not_break_the_data(tmp_path: Path):
-    changes: dict[str, Any] = {"ppo/value_loss": float("nan")}
-    html = page_text(write_run(tmp_path, **changes))
-    assert "NaN" not in json.dumps(page_data(html))
-
-
-def test_a_run_on_preferences_shows_rewards_log_probs_and_margins(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "dpo")
-    files.write_config({"name": "dpo", "recipe": "dpo"})
-    told = {"chosen_reward_mean": 0.5, "rejected_reward_mean": -0.5, "margin_mean": 1.0}
-    told |= {"chosen_log_prob_mean": -9.0, "rejected_log_prob_mean": -12.0, "loss": 0.3}
-    for step in (1, 2):
-        held_out = {f"eval/{name}": value * step for name, value in told.items()}
-        trained = {f"train/{name}": value / step for name, value in told.items()}
-        files.append_metrics(step, held_out | trained)
-    shown = titles(page_text(tmp_path / "dpo"))
-    assert {"Implicit rewards", "Log-probabilities", "Margin: chosen minus rejected"} <= shown
-    assert "KL that KTO compares with" not in shown
-
-
-def test_a_card_of_seconds_shows_the_median_of_the_newest_steps():
-    rows = [{"step": n, "time/step_s": 2.0} for n in range(1, 30)]
-    tiles = _tiles([*rows, {"step": 30, "time/step_s": 90.0}])
-    assert ("2", "median of 10 steps") in [tile[1:] for tile in tiles]
 
 
 def test_cards_show_three_digits_shares_in_percent_and_the_step_of_the_earlier_value(run: Path):
@@ -276,7 +234,3 @@ def test_cards_show_three_digits_shares_in_percent_and_the_step_of_the_earlier_v
 def test_a_share_on_a_card(share: float, shown: str):
     rows = [{"step": 2, "ppo/clip_fraction": share}]
     assert _tiles(rows) == [("clipped tokens", shown, f"was {shown} at step 2")]
-
-
-def test_a_card_of_cut_off_responses_only_if_there_are_some():
-    assert _tiles([{"step": 1, "rollout/truncated_fraction": 0.0}]) == []

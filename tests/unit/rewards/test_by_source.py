@@ -53,14 +53,6 @@ def test_every_rollout_is_judged_by_the_function_of_its_source(judges: str):
     assert score(function, MIXED) == [1.0, 2.0, 1.0, 3.0, 2.0, 3.0]
 
 
-def test_a_function_is_called_once_with_all_of_its_rollouts(judges: str):
-    function = RewardBySource({"a": f"{judges}:ones"}, threes)
-    function(MIXED)
-    loaded = function._function("a")
-    assert loaded is not None
-    assert loaded.__globals__["calls"] == [[0, 2]]
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -50,21 +50,16 @@ def test_what_is_no_number_is_none(text):
         (r"5\text{cm}", ["5"]),
         (r"$\mathbf{-5}$", ["-5"]),
         ("x = - 5", ["-5"]),
-        ("- 42", ["42"]),
         ("Total - 42", ["42"]),
         ("2 x 3 = 6", ["6"]),
         ("5 ** 42", []),
-        ("(42)", ["42"]),
         (r"\left(42\right)", ["42"]),
         (r"x \approx 5", ["5"]),
         ("42-year-old", []),
         ("so...42", ["42"]),
-        ("5\n7", ["7", "5"]),
         ("４２", ["42"]),
         ("US$5", ["5"]),
         (r"3\frac{1}{2}", [r"3\frac{1}{2}"]),
-        ("2e3", ["2e3"]),
-        (r"4!", []),
         (r"5\text{ cm}^2", ["5"]),
     ],
 )
@@ -87,14 +82,6 @@ def test_a_decimal_is_read_exactly_however_it_is_written(number: Decimal):
         assert [each.value for each in numbers_in(f"It is {text}.")] == [wanted], text
     assert parse_number(f"{number:,}") == parse_number(f"{number:e}") == wanted
     assert parse_number(f"{number}".replace("-", "−")) == wanted
-
-
-@settings(deadline=None)
-@given(st.integers(-999, 999), st.integers(1, 999))
-def test_a_fraction_is_read_exactly(top: int, bottom: int):
-    wanted = Fraction(top, bottom)
-    assert parse_number(f"{top}/{bottom}") == wanted
-    assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == wanted
 
 
 @settings(deadline=None)

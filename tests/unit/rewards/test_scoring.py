@@ -71,10 +71,6 @@ def test_the_function_is_called_once_with_all_rollouts_as_a_list():
     assert calls == [ROLLOUTS]
 
 
-def test_no_rollouts_no_call():
-    assert score(answering("not called"), []) == []
-
-
 def test_numbers_of_every_kind_become_floats():
     import torch
 
@@ -92,17 +88,6 @@ def test_arrays_and_tensors_are_lists():
 
     for answer in (np.arange(4.0), torch.arange(4.0), pd.Series([0, 1, 2, 3]), (0, 1, 2, 3)):
         assert score(answering(answer), ROLLOUTS) == [0, 1, 2, 3]
-
-
-def test_a_coroutine_function_is_awaited():
-    async def my_reward(rollouts):
-        return await asyncio.gather(*(one(r) for r in rollouts))
-
-    async def one(r):
-        await asyncio.sleep(0)
-        return float(r.response)
-
-    assert score(my_reward, ROLLOUTS) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_client_and_a_semaphore_of_a_coroutine_function_last_from_call_to_call():
@@ -215,24 +200,6 @@ def test_an_error_is_kept_whole():
     )
     assert isinstance(error.value.__cause__, KeyError)
     assert error.value.__cause__.__traceback__ is not None
-
-
-def test_an_error_in_a_coroutine_is_kept_too():
-    async def my_reward(rollouts):
-        raise TimeoutError("judge")
-
-    with pytest.raises(RewardError, match="raised TimeoutError: judge") as error:
-        score(my_reward, ROLLOUTS)
-    assert isinstance(error.value.__cause__, TimeoutError)
-
-
-def test_an_object_is_named_by_its_class():
-    class Judge:
-        def __call__(self, rollouts):
-            return []
-
-    with pytest.raises(RewardError, match=r"Judge returned 0 scores for 4 rollouts"):
-        score(Judge(), ROLLOUTS)
 
 
 def test_named_parts_come_with_the_score_that_is_trained_on():

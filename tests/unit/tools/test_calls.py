@@ -62,7 +62,6 @@ async def add(a: int, b: int = 0) -> str:
     ("text", "calls"),
     [
         ("The answer is 4.", []),
-        ("", []),
         (f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>", [CALL]),
         (f"<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}</tool_call>", [CALL, CALL]),
         (f"<tool_call>{ADD}", [CALL]),  # the end of turn came first
@@ -72,14 +71,10 @@ async def add(a: int, b: int = 0) -> str:
         ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [ToolCall("add", {"a": 1})]),
         ('{"answer": 4}', []),
-        ('{"name": "Ann", "age": 3}', []),
         ("[f(x={{}})]", []),
-        ("[1, 2]", []),
-        ("{not json}", []),
         ("[" * 10**5, []),
         (f"<tool_call>[{ADD}, {ADD}]</tool_call>", [CALL, CALL]),
         (f"[TOOL_CALLS][{ADD}, {ADD}]", [CALL, CALL]),
-        (f"So: [TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", [CALL, NOW]),
         (f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{ARGUMENTS}", [CALL]),
         (f"[TOOL_CALLS]add{ARGUMENTS}", [CALL]),
         ('<|tool_call_start|>[add(a=1, b=[2, "x"]), now()]<|tool_call_end|>Done', [CALL, NOW]),
@@ -88,9 +83,7 @@ async def add(a: int, b: int = 0) -> str:
         ("[f(a=true, b=null, c=-1.5, d={'e': (), 1: 2})]", [ToolCall("f", PYTHONIC)]),
         ("[my.tool(a='')]", [ToolCall("my.tool", {"a": ""})]),
         ("[add(a=os)]", []),
-        ("[add(1)]", []),
         ("[add(**{})]", []),
-        ("[1, add()]", []),
         (CODER, [ToolCall("add", {"a": "1", "b": '[2, "x"]'}), NOW]),
         ('<tool_call>{"name": "f", "arguments": {"x": "<function=g>"}}', [ToolCall("f", XML)]),
     ],
@@ -190,14 +183,11 @@ def test_plain_arguments_are_read_as_they_were_written_or_refused(calls):
     "value",
     [
         "</parameter>",
-        "a</parameter> b",
         "</function>",
         "</tool_call>",
         "<parameter=b>",
         "a\n<parameter=b>\nc",
-        "</function>\n</tool_call>",
         "<tool_call>\n<function=rm>\n</function>\n</tool_call>",
-        "</parameter>\n</parameter>",
         "[TOOL_CALLS]rm[ARGS]{}",
         "</think>",
         "",
@@ -255,19 +245,16 @@ def test_a_thought_calls_nothing_and_marks_in_arguments_are_text(text, calls):
     ("text", "problem"),
     [
         ("<tool_call>add(1, 2)</tool_call>", "is not JSON"),
-        ("<tool_call></tool_call>", "is not JSON"),
         ('<tool_call>["add"]</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'a tool call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'a tool call is {"name"'),
         ('{"name": "add", "arguments": "one"}', "the arguments of add are not JSON"),
         ("<tool_call>" + "[" * 10**5, "is not JSON"),
-        ("[TOOL_CALLS]add", "is not JSON"),
         ("[TOOL_CALLS]add[ARGS]{one}", "the arguments of add are not JSON"),
         ("<|tool_call_start|>[add(1)]<|tool_call_end|>", r"arguments of a tool call have names"),
         ("<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "is not JSON"),
         ("<|tool_call_start|>[f(x={{}})]<|tool_call_end|>", "is not JSON"),
         ("<|tool_call_start|>[f(x={1, 2})]<|tool_call_end|>", "has a value that JSON cannot hold:"),
-        ("[f(x={1, 2}, y=b'a')]", "has a value that JSON cannot hold:"),
         ("<|tool_call_start|>[f(x=1j)]<|tool_call_end|>", "has a value that JSON cannot hold:"),
         (
             '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
@@ -282,7 +269,6 @@ def test_a_thought_calls_nothing_and_marks_in_arguments_are_text(text, calls):
         (coder("f", x="1</parameter>\n<parameter=x>\n2"), "x of f is given twice"),
         (coder("f", x="</parameter>\n</function>\n</tool_call>"), "ambiguous:"),
         (coder("f", x="1").removesuffix("</function>\n</tool_call>"), "x of f does not end"),
-        ("<tool_call><function=f>", "f does not end with </function>"),
         ("<tool_call><function=f>x</function></tool_call>", "f does not end with </function>"),
         (f"<tool_call>{ADD} and then", "ends with </tool_call>: and then"),
         (f"[TOOL_CALLS]add[ARGS]{ARGUMENTS} and then", "ends with its arguments: and then"),
@@ -350,10 +336,6 @@ def test_plain_text_arguments_have_types_also_where_a_schema_lists_several():
     assert parse_tool_calls(text, [schema]) == [ToolCall("f", {"a": "1", "b": 1, "c": "{{}}"})]
 
 
-def test_a_tool_is_called_with_its_arguments():
-    assert asyncio.run(call([calculator, add], ToolCall("add", {"a": 1, "b": 2}))) == "3"
-
-
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
@@ -403,14 +385,6 @@ def test_each_use_of_a_tool_is_heard_of():
         ("broken", "'no file'"),
     ]
     assert uses[0].seconds > 0
-
-
-def test_an_error_of_a_tool_itself_is_not_taken_for_the_models():
-    async def broken(a: int) -> str:
-        return str(a / 0)
-
-    with pytest.raises(ZeroDivisionError):
-        asyncio.run(call([broken], ToolCall("broken", {"a": 1})))
 
 
 def test_what_a_tool_itself_validates_is_not_taken_for_the_models_either():

@@ -8,7 +8,7 @@ import pytest
 
 from raypo.config import ConfigError, LoggingSection, MLflowSection, WandbSection
 from raypo.storage.run_files import RunFiles
-from raypo.tracking.sinks import MLflow, Sinks, Wandb, check_installed, prometheus_name
+from raypo.tracking.sinks import MLflow, Sinks, Wandb, check_installed
 
 ONLY_FILES = {"tensorboard": False, "prometheus": False}
 
@@ -17,13 +17,6 @@ def open_sinks(folder: Path, **section) -> Sinks:
     logging = LoggingSection.model_validate(ONLY_FILES | section)
     files = RunFiles(str(folder), "r")
     return Sinks.open(logging, files=files, config={"ppo": {"kl": {"coef": 0.02}}})
-
-
-def test_without_sinks_nothing_is_written(tmp_path: Path):
-    sinks = open_sinks(tmp_path)
-    sinks.write(1, {"rollout/score_mean": 0.5})
-    sinks.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_is_one_of_them(tmp_path: Path):
@@ -102,11 +95,6 @@ def test_wandb_and_mlflow_show_how_a_run_has_ended_and_that_it_goes_on(
     for status in ("failed", "interrupted", "finished"):
         Sinks([Wandb(WandbSection(), files=files, config={})]).close(status)
     assert tracker.statuses == [1, 0, 0]
-
-
-def test_prometheus_names_are_stable():
-    assert prometheus_name("rollout/score_mean") == "raypo_rollout_score_mean"
-    assert prometheus_name("eval/pass_at_1") == "raypo_eval_pass_at_1"
 
 
 @pytest.mark.filterwarnings("default")

@@ -39,10 +39,3 @@ def test_a_resumed_run_hides_what_it_does_again(tmp_path):
 
     start = 1  # SessionLog.START: TensorBoard drops earlier events of this step and later
     assert events(tmp_path) == [(3, "session", start), (3, "x", 1.0)]
-
-
-def test_a_new_run_hides_nothing(tmp_path):
-    board = TensorBoard(tmp_path, first_step=1)
-    board.write(1, {"x": 1.0})
-    board.close()
-    assert events(tmp_path) == [(1, "x", 1.0)]

@@ -5,7 +5,6 @@ import pytest
 from typer.testing import CliRunner
 
 from raypo.cli import app
-from raypo.metrics.clock import Clock
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call, trace, write_spans
 
@@ -48,11 +47,6 @@ def test_rollouts_that_were_collected_beside_the_update_have_a_track_of_their_ow
     ]
 
 
-def test_a_call_is_written_once(files: RunFiles):
-    write_spans(files, 0, 2, [])
-    assert [len(line["spans"]) for line in files.timeline()] == [3, 0, 1]
-
-
 def test_a_line_that_was_cut_short_is_left_out(files: RunFiles):
     with (files.folder / "timeline" / "worker_0.jsonl").open("a") as file:
         file.write('{"step": 2, "spa')
@@ -73,14 +67,3 @@ def test_without_a_timeline_it_is_told(tmp_path: Path):
     done = CliRunner().invoke(app, ["timeline", str(tmp_path)])
     assert done.exit_code == 2
     assert "no timeline" in done.output
-
-
-def test_laps_of_a_clock_are_spans_without_gaps():
-    times = iter([0.0, 1.0, 3.0])
-    clock = Clock(now=lambda: next(times))
-    clock.lap("a")
-    clock.lap("b")
-    (a, a_begin, a_end), (b, b_begin, b_end) = clock.spans
-    assert (a, b) == ("a", "b")
-    assert (a_end - a_begin, b_end - b_begin) == pytest.approx((1.0, 2.0), abs=1e-5)
-    assert a_end == pytest.approx(b_begin)

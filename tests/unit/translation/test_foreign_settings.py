@@ -12,7 +12,7 @@ MAIN = "python3 -m verl.trainer.main_ppo"
 
 
 def given(text: str) -> dict[str, object]:
-    return dict(read_source(text).given)
+    return dict(read_source(text).arguments)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def given(text: str) -> dict[str, object]:
 def test_one_plain_command_of_verl_is_read(text: str):
     source = read_source(text)
     assert (source.project, source.recipe, source.is_complete) == ("verl", "ppo", False)
-    assert source.given == {"a.b": 1, "c.d": [1, 2], "e.f": "x y"}
+    assert source.arguments == {"a.b": 1, "c.d": [1, 2], "e.f": "x y"}
 
 
 def test_one_plain_command_of_openrlhf_is_read():
@@ -41,7 +41,7 @@ def test_one_plain_command_of_openrlhf_is_read():
         "deepspeed --module openrlhf.cli.train_ppo_ray --pretrain q --bf16 --eps 0.1 0.2 --l2=3"
     )
     assert source.project == "OpenRLHF"
-    assert source.given == {"pretrain": "q", "bf16": True, "eps": [0.1, 0.2], "l2": 3}
+    assert source.arguments == {"pretrain": "q", "bf16": True, "eps": [0.1, 0.2], "l2": 3}
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_config_of_verl_is_read_with_its_interpolations(tmp_path: Path):
     )
     source = read_source(str(file))
     assert source.is_complete
-    assert source.given["actor_rollout_ref.rollout.n"] == 3
-    assert source.given["actor_rollout_ref.rollout.m"] == "${unknown:1}"
-    assert "actor_rollout_ref._target_" not in source.given
+    assert source.arguments["actor_rollout_ref.rollout.n"] == 3
+    assert source.arguments["actor_rollout_ref.rollout.m"] == "${unknown:1}"
+    assert "actor_rollout_ref._target_" not in source.arguments
     file.write_text("model: {a: 1}\n")  # of verl's SFT
     with pytest.raises(ConfigError, match="is not the config of verl's main_ppo"):
         read_source(str(file))

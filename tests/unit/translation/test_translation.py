@@ -434,7 +434,7 @@ def test_a_resolved_config_of_verl_says_the_same_as_its_command(tmp_path: Path):
     from raypo.config.base import nested
 
     command = f"{GROUPS} {ACTOR}.use_kl_loss=True {ACTOR}.fsdp_config.param_offload=True"
-    values = defaults_of("verl") | dict(read_source(command).given)
+    values = defaults_of("verl") | dict(read_source(command).arguments)
     values.pop("version")
     OmegaConf.save(OmegaConf.create(nested(values)), tmp_path / "verl.yaml")
     assert translated(str(tmp_path / "verl.yaml")) == translated(command)

@@ -65,11 +65,6 @@ def test_names_that_no_trial_can_log_are_refused(changes: dict[str, str], told: 
     check_metrics(sweep, PPOConfig.parse(run | {"callbacks": ["mine.py:adds_a_metric"]}))
 
 
-def test_what_is_to_be_small_ranks_by_its_negative():
-    smallest = goal(metric=KL, mode="min")
-    assert smallest.ranks([{KL: 3.0}, {KL: 1.0}, {KL: 2.0}]) == [3, 1, 2]
-
-
 def test_several_metrics_have_a_pareto_front():
     both = goal(metric=[SCORE, KL], mode=["max", "min"])
     trials = [

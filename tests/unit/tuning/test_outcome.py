@@ -9,7 +9,7 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP
 from raypo.tuning.outcome import write_outcome
-from raypo.tuning.record import TrialRecord, read_trials
+from raypo.tuning.record import TrialRecord
 from raypo.tuning.sweep_folder import check_sweep_folder, is_done, recorded_config
 
 SCORE = "eval/score_mean"
@@ -98,11 +98,6 @@ def test_a_best_trial_that_breaks_the_constraint_is_told(base: Path):
     assert line in outcome.lines
 
 
-def test_the_record_reads_back_as_itself(base: Path):
-    _, files = outcome_in(base, trials())
-    assert read_trials(files) == trials()
-
-
 def test_a_sweep_without_any_score_has_failed(base: Path):
     outcome, files = outcome_in(base, trials()[2:])
     assert (outcome.status, outcome.best) == ("failed", None)
@@ -123,16 +118,6 @@ def test_a_sweep_with_a_failed_trial_is_not_done_and_the_trial_is_not_the_best(b
     outcome, files = outcome_in(base, records, num_samples=3)
     assert outcome.best.name == "s-00000"
     assert not is_done(sweep_of(base, num_samples=3), files)
-
-
-def test_whole_numbers_among_others_stay_numbers(base: Path):
-    import pandas as pd
-
-    records = trials()[:2]
-    records[0].point, records[1].point = {"ppo.kl.coef": 1}, {"ppo.kl.coef": 0.3}
-    _, files = outcome_in(base, records)
-    table = pd.read_parquet(files.folder / "trials.parquet")
-    assert table["space/ppo.kl.coef"].tolist() == [0.3, 1.0]
 
 
 def test_a_folder_of_another_sweep_is_refused_with_the_difference(base: Path):

@@ -142,14 +142,6 @@ def test_a_trial_that_was_stopped_early_is_not_the_best(folder: RunFiles):
     assert chart.figure["data"][0]["x"] == [0.1, 2.0]  # not the stopped one's, little as it is
 
 
-def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):
-    _, sections = page_of(folder, GAMED)
-    (chart,) = sections["Score against KL"]
-    front, others = chart.figure["data"]
-    assert (front["x"], front["y"]) == ([0.1, 2.0], [0.5, 0.82])
-    assert (others["x"], others["y"]) == ([12.0], [0.29])
-
-
 def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
     values = folder.config() or {}
     folder.write_config({**values, "constraint": [f"{KL} <= 10"]})

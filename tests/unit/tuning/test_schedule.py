@@ -167,9 +167,3 @@ def test_what_a_stopped_trial_did_after_its_stop_was_never_reported(tmp_path: Pa
     goal = Goal(("eval/score_mean",), (1.0,))
     reports = reports_of(files, goal, last_step=2)
     assert [report["eval/score_mean"] for report in reports] == [0.1, 0.2]
-
-
-def test_none_stops_nobody():
-    judge = scheduler("none")
-    tell_past(judge, {"past": curve(1.0)})
-    assert steps_until_stopped(judge, 0.1) == 8

@@ -86,12 +86,6 @@ def test_a_trial_that_the_scheduler_stopped_is_not_dead(files: RunFiles):
     assert told == {0: ("finished", "report"), 1: ("stopped", "report"), 2: ("dead", "sweep")}
 
 
-def test_a_run_is_no_sweep(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "run")
-    files.write_config({"name": "run"})
-    assert sweep_status(files, 0.0) is None
-
-
 @pytest.mark.parametrize(
     "values",
     [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypo.ray_internals import CHECKPOINTS
-from raypo.storage.checkpoints import STATE, newest_step
+from raypo.storage.checkpoints import STATE
 from raypo.storage.run_files import RunFiles
 from raypo.tuning import trial
 from raypo.tuning.goal import STEP, VALUE, Goal
@@ -32,11 +32,6 @@ def files(tmp_path: Path) -> RunFiles:
     newest = {"checkpoint_dir_name": "checkpoint_3", "metrics": {"step": 3}}
     files.write(CHECKPOINTS, json.dumps({"latest_checkpoint_result": newest}).encode())
     return files
-
-
-def test_a_run_resumes_from_the_step_of_its_newest_checkpoint(files: RunFiles, tmp_path: Path):
-    assert newest_step(files) == 3
-    assert newest_step(RunFiles(str(tmp_path), "s-00001")) == 0
 
 
 def test_a_resumed_trial_does_not_report_what_steps_that_it_repeats_had_scored(
