@@ -22,6 +22,12 @@ ROUTED = (
 a bias that balances the experts."""
 
 
+REPLAYED = ("flex_olmo", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Model types of `ROUTED` whose experts an engine can record and the learner can replay
+(`raypo.models.router_replay`). In the KV cache of the others, some tokens have no place of their
+own: their layers have sliding windows or linear attention."""
+
+
 def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
