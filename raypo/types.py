@@ -123,11 +123,10 @@ class Rollout:
     scores_by_source: Mapping[str, float] = field(default_factory=dict)
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
     prompt_experts: np.ndarray | None = None
-    """uint8 or uint16 [P, L, k]: experts that each prompt token had in the engine, in each of L
-    layers. None without `rollout.router_replay`. The samples of a prompt share one array."""
+    """uint8, or int16 for more than 256 experts, [P, L, k]: experts that the engine chose for each
+    prompt token, in each of L layers. None without `rollout.router_replay`."""
     response_experts: np.ndarray | None = None
-    """uint8 or uint16 [T, L, k]: the same of the response tokens; 0 for the last one, which no
-    model has read."""
+    """The same of the response tokens, [T, L, k]; 0 for the last one, which no model reads."""
     minibatch: int = 0
     """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
     sharded."""

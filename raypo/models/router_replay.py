@@ -1,6 +1,6 @@
 """Replay of the experts that an engine chose, in place of the choice of the learner's routers.
 
-R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370, section 4). A router computes its
+R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370). A router computes its
 probabilities as usual. They are gathered at the replayed experts, and normalised by transformers'
 own code, so each architecture keeps its rule, and gradients flow to the router.
 

@@ -190,6 +190,13 @@ def _learner(
         if sharding.stage == 3:
             pushed["gathered weights"] = memory.push_bytes(first, itemsize=itemsize)
         result.phases |= {"push": pushed, "probe": dict(log_probs)}
+    if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
+        rows = -(-config.responses_per_step // sharding.workers)
+        experts = {"experts": rows * config.max_model_len * models.policy.expert_bytes}
+        if device == "cuda":
+            result.host |= experts
+        else:
+            result.held |= experts
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():
             log_probs[name] = reference.parameters * itemsize
@@ -311,6 +318,9 @@ def engine(
     dtype = config.model.dtype
     groups = [transport(config, device) == "nccl"]
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more, groups)
+    if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
+        keys = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        result.held["experts"] = result.held.get("KV cache", 0) // keys * shape.expert_bytes
     # Each process gets a copy of the weights.
     if section.tensor_parallel > 1 and transport(config, device) == "object":
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}

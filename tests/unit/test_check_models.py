@@ -129,6 +129,26 @@ def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, reci
     check(config)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        (None, "whose architecture is llama, cannot be replayed, only of flex_olmo, mixtral, "),
+        ("windows", "which has sliding windows, cannot be recorded. Set it to off."),
+    ],
+)
+def test_experts_that_cannot_be_replayed_are_refused(
+    here: Path, architecture: str | None, reason: str
+):
+    config = config_of("ppo", rollout={"router_replay": "engine"})
+    if architecture is not None:
+        tiny_experts(here / "policy", "mixtral")
+        check(config)
+        with_values(here / "policy", "config.json", sliding_window=64)
+    assert f"rollout.router_replay (engine): experts of model.policy (policy), {reason}" in refusal(
+        config
+    )
+
+
 def test_a_loss_for_the_routers_of_a_reward_model_is_refused(here: Path):
     with pytest.raises(ConfigError, match=r"router_aux_coef \(0.01\): is not supported for reward"):
         config_of("reward_model", learner={"router_aux_coef": 0.01})
