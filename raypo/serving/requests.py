@@ -59,7 +59,9 @@ class Completion:
     token. -1 if no token was sampled."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """One pair (index of the first token, version) for each weight update during the response."""
-    experts: np.ndarray | None = None  # uint8, or int16 for more than 256 experts, [P + T - 1, L, k]
+    experts: np.ndarray | None = (
+        None  # uint8, or int16 for more than 256 experts, [P + T - 1, L, k]
+    )
     """Experts of the tokens of prompt and response in each layer with experts. The last token has
     none, because the engine has not read it. None if they were not requested, or if no token was
     sampled."""

@@ -58,10 +58,8 @@ def drawn(model: Any, *, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def weights_of(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     """Weights [N, k] of given experts by the papers' formulas."""
-    if hasattr(router, "e_score_correction_bias"):
-        scores = logits.sigmoid()
-    else:
-        scores = logits.softmax(-1)
+    is_sigmoid = hasattr(router, "e_score_correction_bias")
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
     weights = scores.gather(1, experts)
     # Mixtral always normalises.
     if getattr(router, "norm_topk_prob", True):
@@ -214,10 +212,10 @@ def test_the_routers_count_the_choices_that_they_would_have_made_differently(tmp
 
 def test_wrong_models_are_refused(tmp_path: Path):
     policy = load(tmp_path, "qwen3_moe")
-    with pytest.raises(RuntimeError, match="experts of 3 layers, but .* has 4 layers"):
+    with pytest.raises(RuntimeError, match=r"experts of 3 layers, but .* has 4 layers"):
         replay(policy, torch.zeros(5, 3, 2, dtype=torch.uint8))
     router = routers_of(policy)[0]
     replay(policy, torch.zeros(1, 4, 2, dtype=torch.uint8))
     router.num_experts = 5  # another width than its scores have
-    with pytest.raises(RuntimeError, match="did not select its experts with torch.topk"):
+    with pytest.raises(RuntimeError, match=r"did not select its experts with torch\.topk"):
         router(torch.zeros(1, 32))
