@@ -190,17 +190,20 @@ def _learner(
         if sharding.stage == 3:
             pushed["gathered weights"] = memory.push_bytes(first, itemsize=itemsize)
         result.phases |= {"push": pushed, "probe": dict(log_probs)}
-    if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
-        rows = -(-config.responses_per_step // sharding.workers)
-        experts = {"experts": rows * config.max_model_len * models.policy.expert_bytes}
-        if device == "cuda":
-            result.host |= experts
-        else:
-            result.held |= experts
+    in_ram = result.host if device == "cuda" else result.held
+    in_ram.update(_replayed(config, models.policy, workers=sharding.workers))
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():
             log_probs[name] = reference.parameters * itemsize
     return result
+
+
+def _replayed(config: AnyConfig, shape: ModelShape, *, workers: int) -> Bytes:
+    """Return the size of the experts in a worker's share of the longest possible batch."""
+    if not isinstance(config, OnlineConfig) or config.rollout.router_replay == "off":
+        return {}
+    rows = -(-config.responses_per_step // workers)
+    return {"experts": rows * config.max_model_len * shape.expert_bytes}
 
 
 def _loaded_whole(

@@ -111,8 +111,8 @@ def check_router_replay(router_replay: str) -> None:
     routers = Path(found.origin).parent / "model_executor" / "layers" / "fused_moe" / "router"
     if not (routers / "cpu_router.py").is_file():
         raise ConfigError(
-            f"rollout.router_replay ({router_replay}): the installed vLLM cannot report the experts "
-            "that it chooses. Install vLLM 0.32, or set rollout.router_replay to off."
+            f"rollout.router_replay ({router_replay}): the installed vLLM cannot report the "
+            "experts that it chooses. Install vLLM 0.32, or set rollout.router_replay to off."
         )
 
 
