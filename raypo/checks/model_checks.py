@@ -279,14 +279,13 @@ def _check_router_replay(config: AnyConfig) -> None:
     text = read_config(policy).get_text_config()
     reason = None
     if text.model_type not in REPLAYED:
-        known = ", ".join(REPLAYED)
-        reason = f"whose architecture is {text.model_type}, cannot be replayed, only of {known}"
+        reason = f"architecture is {text.model_type}, not one of {', '.join(REPLAYED)}"
     elif getattr(text, "sliding_window", None):
-        reason = "which has sliding windows, cannot be recorded"
+        reason = "attention has sliding windows, so the KV cache does not keep all tokens"
     if reason:
         raise ConfigError(
-            f"rollout.router_replay ({replay}): experts of model.policy ({policy}), {reason}. Set "
-            "it to off."
+            f"rollout.router_replay ({replay}): the experts of model.policy ({policy}) cannot be "
+            f"replayed, because its {reason}. Set it to off."
         )
 
 

@@ -213,9 +213,9 @@ class RolloutSection(SamplingSection):
     ] = "off"
     """Experts of a policy that is a mixture of experts, in the learner's passes. off: the learner's
     routers choose them. engine: each token has the experts that the engine chose for it
-    (arXiv:2510.11370), in old log-probs and in all updates. Rounding then leads engine and learner
-    to different experts no more. The routers' probabilities of these experts are the learner's own,
-    so the routers are trained too. Reference models and the critic use their own experts. Engines
+    (R3, arXiv:2510.11370), in old log-probs and in all updates, so that rounding cannot lead engine
+    and learner to different experts. The routers' probabilities of these experts are the learner's
+    own, so the routers are trained too. Reference models and the critic use their own experts. Engines
     on GPUs then run without CUDA graphs, which is slower."""
 
     environment: Annotated[str | None, FUNCTION] = None

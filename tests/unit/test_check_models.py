@@ -132,8 +132,11 @@ def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, reci
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        (None, "whose architecture is llama, cannot be replayed, only of flex_olmo, mixtral, "),
-        ("windows", "which has sliding windows, cannot be recorded. Set it to off."),
+        (
+            None,
+            "architecture is llama, not one of flex_olmo, mixtral, olmoe, qwen2_moe, qwen3_moe.",
+        ),
+        ("windows", "attention has sliding windows, so the KV cache does not keep all tokens."),
     ],
 )
 def test_experts_that_cannot_be_replayed_are_refused(
@@ -144,8 +147,9 @@ def test_experts_that_cannot_be_replayed_are_refused(
         tiny_experts(here / "policy", "mixtral")
         check(config)
         with_values(here / "policy", "config.json", sliding_window=64)
-    assert f"rollout.router_replay (engine): experts of model.policy (policy), {reason}" in refusal(
-        config
+    assert refusal(config) == (
+        "rollout.router_replay (engine): the experts of model.policy (policy) cannot be replayed, "
+        f"because its {reason} Set it to off."
     )
 
 
