@@ -126,7 +126,6 @@ def test_chunks_of_prompts_and_preempted_requests_keep_their_experts(
         enable_chunked_prefill=True,
         max_num_batched_tokens=48,
         num_gpu_blocks_override=15,
-        enable_prefix_caching=False,
     )
     # Chunks need requests without a seed on CPU.
     asked = [ask((LONG + 7 * n) % 90 + 3, 90, None) for n in range(4)]
