@@ -81,10 +81,12 @@ def tiny_policy(
     return _save(config, Path(folder), seed=seed)
 
 
-def tiny_experts(
-    folder: str | Path, architecture: str, *, seed: int = 0, top_k: int = 2, num_experts: int = 4
-) -> Path:
-    """Saves a random float32 mixture of experts (`top_k` of them a token) with its tokenizer."""
+def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Saves a random float32 mixture of experts (two of four a token) with its tokenizer.
+
+    Args:
+        changes: Other values of its config.
+    """
     sizes: dict[str, Any] = SHARED | {
         "hidden_size": 64,
         "intermediate_size": 32,
@@ -93,7 +95,7 @@ def tiny_experts(
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-        "num_experts_per_tok": top_k,
+        "num_experts_per_tok": 2,
     }
     kinds: dict[str, Any] = {
         "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, "moe_intermediate_size": 32}),
@@ -101,8 +103,8 @@ def tiny_experts(
         "mixtral": (MixtralConfig, {}),
     }
     kind, more = kinds[architecture]
-    experts = {"num_local_experts" if architecture == "mixtral" else "num_experts": num_experts}
-    return _save(kind(**sizes, **experts, **more), Path(folder), seed=seed)
+    experts = {"num_local_experts" if architecture == "mixtral" else "num_experts": 4}
+    return _save(kind(**(sizes | experts | more | changes)), Path(folder), seed=seed)
 
 
 def _save(config: PreTrainedConfig, folder: Path, *, seed: int) -> Path:

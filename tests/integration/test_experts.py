@@ -39,7 +39,8 @@ def test_in_bfloat16_they_agree_better_with_the_engines_experts(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     """Both runs sample the same in their first step. Many experts have many near ties."""
-    many = experts.write(tmp_path_factory.mktemp("many"), "qwen3_moe", num_experts=32, top_k=4)
+    changes = {"num_experts": 32, "norm_topk_prob": True}
+    many = experts.write(tmp_path_factory.mktemp("many"), "qwen3_moe", **changes)
     rows = []
     for replay in ("off", "engine"):
         section = experts.values(many, "grpo", "bfloat16")["rollout"] | {"router_replay": replay}
@@ -48,7 +49,7 @@ def test_in_bfloat16_they_agree_better_with_the_engines_experts(
     (without, *_), (replayed, *later) = rows
     assert without["rollout/score_mean"] == replayed["rollout/score_mean"]
     gap = without["mismatch/log_prob_gap_mean"]
-    assert 0.0 < replayed["mismatch/log_prob_gap_mean"] < 0.8 * gap
+    assert 0.0 < replayed["mismatch/log_prob_gap_mean"] < 0.6 * gap
     assert "mismatch/router_disagreement" not in without
     for row in (replayed, *later):
         assert 0.0 < row["mismatch/router_disagreement"] < 0.2
