@@ -300,8 +300,8 @@ class Experience:
         for each in fields(self):
             value = getattr(self, each.name)
             shape = expected.get(each.name, (rows, response))
-            size = None if value is None else tuple(value.shape[:2])  # experts have two more axes
-            assert size in (None, shape), (
+            # Experts have two more axes.
+            assert value is None or tuple(value.shape[:2]) == shape, (
                 f"Experience.{each.name} has shape {tuple(value.shape)}, expected {shape}"
             )
 

@@ -215,8 +215,8 @@ class RolloutSection(SamplingSection):
     routers choose them. engine: each token has the experts that the engine chose for it
     (R3, arXiv:2510.11370), in old log-probs and in all updates, so that rounding cannot lead engine
     and learner to different experts. The routers' probabilities of these experts are the learner's
-    own, so the routers are trained too. Reference models and the critic use their own experts. Engines
-    on GPUs then run without CUDA graphs, which is slower."""
+    own, so the routers are trained too. Reference models and the critic use their own experts.
+    Engines on GPUs then run without CUDA graphs, which is slower."""
 
     environment: Annotated[str | None, FUNCTION] = None
     """Environment that answers each turn of the policy: a class, `file.py:Class` or

@@ -1,8 +1,8 @@
 """Replay of the experts that an engine chose, in place of the choice of the learner's routers.
 
-R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370). A router computes its
-probabilities as usual. They are gathered at the replayed experts, and normalised by transformers'
-own code, so each architecture keeps its rule, and gradients flow to the router.
+R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370). A router computes its probabilities
+as usual. They are gathered at the replayed experts, and normalised by transformers' own code. So
+each architecture keeps its rule, and gradients flow to the router.
 
 N tokens of a pass, L layers with experts, E experts of a layer, k experts of a token.
 """
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from raypo.models.routers import routers_of
@@ -76,8 +76,8 @@ def replay(model: Any, experts: Tensor | None) -> None:
             router.forward = partial(_forward, router, experts[:, layer])
 
 
-def _forward(router: nn.Module, experts: Tensor, states: Tensor) -> Any:
-    with _Choice(experts, int(router.num_experts)) as choice:  # type: ignore[arg-type]
+def _forward(router: Any, experts: Tensor, states: Tensor) -> Any:
+    with _Choice(experts, router.num_experts) as choice:
         output = type(router).forward(router, states)
     if not choice.is_used:
         raise RuntimeError(

@@ -118,7 +118,7 @@ def top_k_of(model: Any) -> int | None:
     return config.num_experts_per_tok if is_known else None
 
 
-def routers_of(model: nn.Module) -> list[nn.Module]:
+def routers_of(model: nn.Module) -> list[Any]:
     """Return the routers of a transformers model, in the order of its layers."""
     return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 

@@ -51,7 +51,9 @@ class ExpertStore:
             if layer.routed_experts.quant_method.is_monolithic:
                 raise _cannot("the experts are chosen inside the kernel that computes them")
         self._block_size = specs[0].block_size
-        routers = [layer.router for layer in sorted(layers, key=lambda layer: layer.layer_id)]
+        routers: list[Any] = [
+            layer.router for layer in sorted(layers, key=lambda layer: layer.layer_id)
+        ]
         most = max(router.global_num_experts for router in routers)
         self._entries = torch.zeros(
             (cache.num_blocks * self._block_size + 1, len(routers), routers[0].top_k),

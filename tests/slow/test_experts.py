@@ -49,7 +49,8 @@ def test_a_resumed_ppo_run_replays_the_experts_of_the_batch_that_was_sampled_ahe
     section |= {"router_replay": "engine", "mode": "one_step_off"}
     keys = {"rollout": section, "placement": {"mode": {"engine": "dedicated"}}, "num_steps": 3}
     whole = read_metrics(experts.fit(folder, "ppo", "bfloat16", name="whole", **keys))
-    run = experts.fit(folder, "ppo", "bfloat16", name="halves", stop={"after_s": 0.1}, **keys)
+    at_once = {"metric": "rollout/score_mean", "at": -1.0}
+    run = experts.fit(folder, "ppo", "bfloat16", name="halves", stop=at_once, **keys)
     assert [row["step"] for row in read_metrics(run)] == [1]
     assert list(run.rglob("rollouts_ahead.npz"))
     experts.fit(folder, "ppo", "bfloat16", name="halves", **keys)
