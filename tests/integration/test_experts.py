@@ -43,7 +43,8 @@ def test_in_bfloat16_they_agree_better_with_the_engines_experts(
     many = experts.write(tmp_path_factory.mktemp("many"), "qwen3_moe", **changes)
     rows = []
     for replay in ("off", "engine"):
-        section = experts.values(many, "grpo", "bfloat16")["rollout"] | {"router_replay": replay}
+        section = experts.values(many, "grpo", "bfloat16")["rollout"]
+        section |= {"router_replay": replay, "max_new_tokens": 32}
         run = experts.fit(many, "grpo", "bfloat16", name=replay, rollout=section)
         rows.append(read_metrics(run))
     (without, *_), (replayed, *later) = rows

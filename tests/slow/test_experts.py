@@ -54,7 +54,9 @@ def test_a_resumed_ppo_run_replays_the_experts_of_the_batch_that_was_sampled_ahe
     assert [row["step"] for row in read_metrics(run)] == [1]
     assert list(run.rglob("rollouts_ahead.npz"))
     experts.fit(folder, "ppo", "bfloat16", name="halves", **keys)
-    assert numbers(read_metrics(run)) == numbers(whole)
+    for row, expected in zip(numbers(read_metrics(run)), numbers(whole), strict=True):
+        trained = [name for name in expected if name.startswith(("ppo/", "mismatch/", "kl/"))]
+        assert [(name, row[name]) for name in trained] == [(n, expected[n]) for n in trained]
     assert all(0.0 < row["mismatch/router_disagreement"] < 0.2 for row in whole)
 
 
