@@ -8,12 +8,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    FlexOlmoConfig,
     GenerationConfig,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -99,7 +101,12 @@ def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0, **chan
     }
     kinds: dict[str, Any] = {
         "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, "moe_intermediate_size": 32}),
+        "qwen2_moe": (
+            Qwen2MoeConfig,
+            {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        ),
         "olmoe": (OlmoeConfig, {}),
+        "flex_olmo": (FlexOlmoConfig, {}),
         "mixtral": (MixtralConfig, {}),
     }
     kind, more = kinds[architecture]

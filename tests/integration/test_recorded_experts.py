@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection, InFlight
+from raypo.models.model_files import REPLAYED
 from raypo.models.routers import routers_of
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
@@ -32,8 +33,8 @@ DIFFERENT = 0.002
 def pair_of(tmp_path) -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
 
-    def start(**extra: Any) -> Pair:
-        folder = str(tiny_experts(tmp_path, "qwen3_moe"))
+    def start(architecture: str = "qwen3_moe", **extra: Any) -> Pair:
+        folder = str(tiny_experts(tmp_path, architecture))
         tensor_parallel = extra.pop("tensor_parallel", 1)
         extra = {"max_num_seqs": 4, "block_size": BLOCK} | extra
         section = EngineSection(kv_cache_gb=0.1, extra=extra, tensor_parallel=tensor_parallel)
@@ -90,11 +91,14 @@ def difference(pair: Pair, request: SamplingRequest, completion: Completion) -> 
     return float((recorded != expected).mean())
 
 
-@pytest.mark.parametrize("scheduler", ["raypo's", "vLLM's"])
+@pytest.mark.parametrize(
+    ("architecture", "scheduler"), [*((each, "raypo's") for each in REPLAYED), ("olmoe", "vLLM's")]
+)
 def test_the_experts_are_the_learners_with_a_cached_prefix_and_without(
-    pair_of: Callable[..., Pair], scheduler: str
+    pair_of: Callable[..., Pair], architecture: str, scheduler: str
 ):
-    pair = pair_of(**({} if scheduler == "raypo's" else {"scheduler_cls": None}))
+    extra = {} if scheduler == "raypo's" else {"scheduler_cls": None}
+    pair = pair_of(architecture, **extra)
     asked = [ask(LONG, 40, seed) for seed in range(6)] + [
         ask(LONG[:7], 40, seed) for seed in (7, 8)
     ]
