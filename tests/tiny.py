@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
-    FlexOlmoConfig,
     GenerationConfig,
     LlamaConfig,
     MixtralConfig,
@@ -106,7 +105,6 @@ def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0, **chan
             {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
         ),
         "olmoe": (OlmoeConfig, {}),
-        "flex_olmo": (FlexOlmoConfig, {}),
         "mixtral": (MixtralConfig, {}),
     }
     kind, more = kinds[architecture]

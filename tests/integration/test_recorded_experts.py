@@ -38,6 +38,7 @@ def pair_of(tmp_path) -> Iterator[Callable[..., Pair]]:
         tensor_parallel = extra.pop("tensor_parallel", 1)
         extra = {"max_num_seqs": 4, "block_size": BLOCK} | extra
         section = EngineSection(kv_cache_gb=0.1, extra=extra, tensor_parallel=tensor_parallel)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
         engine = Engine(
             folder,
             section=section,
@@ -45,7 +46,6 @@ def pair_of(tmp_path) -> Iterator[Callable[..., Pair]]:
             max_model_len=MAX_MODEL_LEN,
             records_experts=True,
         )
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
         made.append(Pair(engine, model, learner_log_probs))
         engine.load_weights(made[0].push())
         return made[0]

@@ -134,7 +134,7 @@ def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, reci
     [
         (
             None,
-            "architecture is llama, not one of flex_olmo, mixtral, olmoe, qwen2_moe, qwen3_moe.",
+            "architecture is llama, not one of mixtral, olmoe, qwen2_moe, qwen3_moe.",
         ),
         ("windows", "attention has sliding windows, so the KV cache does not keep all tokens."),
     ],
