@@ -122,6 +122,11 @@ class Rollout:
     """Score that PPO trains on, before KL and shaping; NaN before scoring, and if it failed."""
     scores_by_source: Mapping[str, float] = field(default_factory=dict)
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+    prompt_experts: np.ndarray | None = None
+    """uint8, or int16 for more than 256 experts, [P, L, k]: experts that the engine chose for each
+    prompt token, in each of L layers. None without `rollout.router_replay`."""
+    response_experts: np.ndarray | None = None
+    """The same of the response tokens, [T, L, k]; 0 for the last one, which no model reads."""
     minibatch: int = 0
     """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
     sharded."""
@@ -235,8 +240,8 @@ def to_device(tensor: Tensor, device: Any) -> Tensor:
     return tensor.to(device)
 
 
-_BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask")
-_READ_BY_PACKING = (*_BY_PROMPT_TOKEN, "response_ids", "attention_mask")
+_BY_PROMPT_TOKEN = ("prompt_ids", "prompt_mask", "prompt_experts")
+_READ_BY_PACKING = (*_BY_PROMPT_TOKEN, "response_ids", "attention_mask", "response_experts")
 _BY_RESPONSE = (
     *("scores", "group_index", "sample_index", "row_index", "minibatch", "truncated"),
     *("weight_version", "last_values", "sample_tokens"),
@@ -268,6 +273,8 @@ class Experience:
     turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
     turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
     weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
+    prompt_experts: Tensor | None = None  # [B, P, L, k] uint8 or int16; None: not replayed
+    response_experts: Tensor | None = None  # [B, T, L, k] uint8 or int16; None: not replayed
     sample_index: Tensor | None = None  # [B] int64, index within the group
     row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
@@ -293,7 +300,8 @@ class Experience:
         for each in fields(self):
             value = getattr(self, each.name)
             shape = expected.get(each.name, (rows, response))
-            assert value is None or tuple(value.shape) == shape, (
+            # Experts have two more axes.
+            assert value is None or tuple(value.shape[:2]) == shape, (
                 f"Experience.{each.name} has shape {tuple(value.shape)}, expected {shape}"
             )
 
@@ -313,11 +321,18 @@ class Experience:
         return self.row_index == 0
 
     @property
+    def experts(self) -> tuple[Tensor, Tensor] | None:
+        """Experts to replay, of the prompts and of the responses, or None."""
+        if self.prompt_experts is None or self.response_experts is None:
+            return None
+        return self.prompt_experts, self.response_experts
+
+    @property
     def counted(self) -> Tensor:
         """Mask with True on tokens that the losses count; bool [B, T]."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
-    def with_(self, **changes: Tensor) -> Experience:
+    def with_(self, **changes: Tensor | None) -> Experience:
         """Return the same batch with some fields replaced."""
         return replace(self, **changes)
 
@@ -337,7 +352,7 @@ class Experience:
         def row(name: str, value: Tensor) -> Tensor:
             if name in ("prompt_mask", "attention_mask"):
                 return value.new_ones((1, 1))
-            return value.new_zeros((1,) * value.dim())
+            return value.new_zeros((*(1 for _ in value.shape[:2]), *value.shape[2:]))
 
         return self._changed(row)
 
@@ -354,7 +369,7 @@ class Experience:
         def picked(name: str, value: Tensor) -> Tensor:
             if name in _BY_PROMPT_TOKEN:
                 return value[rows, first:]
-            by_token = value.dim() == 2 and name != "parts"
+            by_token = value.dim() > 1 and name != "parts"
             return value[rows, :responses] if by_token else value[rows]
 
         return self._changed(picked)

@@ -14,6 +14,7 @@ from transformers import (
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -81,8 +82,12 @@ def tiny_policy(
     return _save(config, Path(folder), seed=seed)
 
 
-def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0) -> Path:
-    """Saves a random float32 mixture of experts (two of four a token) with its tokenizer."""
+def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Saves a random float32 mixture of experts (two of four a token) with its tokenizer.
+
+    Args:
+        changes: Other values of its config.
+    """
     sizes: dict[str, Any] = SHARED | {
         "hidden_size": 64,
         "intermediate_size": 32,
@@ -95,12 +100,16 @@ def tiny_experts(folder: str | Path, architecture: str, *, seed: int = 0) -> Pat
     }
     kinds: dict[str, Any] = {
         "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, "moe_intermediate_size": 32}),
+        "qwen2_moe": (
+            Qwen2MoeConfig,
+            {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        ),
         "olmoe": (OlmoeConfig, {}),
         "mixtral": (MixtralConfig, {}),
     }
     kind, more = kinds[architecture]
     experts = {"num_local_experts" if architecture == "mixtral" else "num_experts": 4}
-    return _save(kind(**sizes, **experts, **more), Path(folder), seed=seed)
+    return _save(kind(**(sizes | experts | more | changes)), Path(folder), seed=seed)
 
 
 def _save(config: PreTrainedConfig, folder: Path, *, seed: int) -> Path:

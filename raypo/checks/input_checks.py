@@ -40,7 +40,7 @@ from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
 from raypo.inputs import functions_of_user
 from raypo.rewards.scoring import RewardFunction, WeightedSum
-from raypo.serving.vllm_arguments import check_extra, check_head_dtype
+from raypo.serving.vllm_arguments import check_extra, check_head_dtype, check_router_replay
 from raypo.tracking.sinks import check_installed
 
 
@@ -69,6 +69,7 @@ def check_inputs(
         check_shards(config)
     if isinstance(config, OnlineConfig):
         check_head_dtype(config.model.head_dtype)
+        check_router_replay(config.rollout.router_replay)
     if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
         check_positions(config)
     check_rotations(config, on_hub=False)

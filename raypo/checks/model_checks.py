@@ -18,6 +18,7 @@ from raypo.config import (
 )
 from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import (
+    REPLAYED,
     ROUTED,
     max_positions,
     refuse_quantized,
@@ -241,6 +242,7 @@ def check_models(config: AnyConfig) -> None:
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     check_rotations(config, on_hub=True)
     _check_routers(config)
+    _check_router_replay(config)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     if config.data.chat_template_kwargs:
@@ -264,6 +266,26 @@ def _check_routers(config: AnyConfig) -> None:
         raise ConfigError(
             f"learner.router_aux_coef ({coef}): raypo knows no routers of model.policy ({policy}), "
             f"whose architecture is {kind}, but only of {', '.join(ROUTED)}. Set it to 0."
+        )
+
+
+def _check_router_replay(config: AnyConfig) -> None:
+    """Refuse a policy whose experts cannot be recorded by an engine and replayed by the learner."""
+    from raypo.models.checkpoint import read_config
+
+    if not isinstance(config, OnlineConfig) or config.rollout.router_replay == "off":
+        return
+    replay, policy = config.rollout.router_replay, config.model.policy
+    text = read_config(policy).get_text_config()
+    reason = None
+    if text.model_type not in REPLAYED:
+        reason = f"architecture is {text.model_type}, not one of {', '.join(REPLAYED)}"
+    elif getattr(text, "sliding_window", None):
+        reason = "attention has sliding windows, so the KV cache does not keep all tokens"
+    if reason:
+        raise ConfigError(
+            f"rollout.router_replay ({replay}): the experts of model.policy ({policy}) cannot be "
+            f"replayed, because its {reason}. Set it to off."
         )
 
 

@@ -312,7 +312,8 @@ actor_rollout_ref.rollout.multi_turn.enable | rollout.environment | Turns are an
 actor_rollout_ref.rollout.agent.default_agent_loop | rollout.environment | Another loop than single_turn_agent is an environment (docs/environments.md) or `rollout.agent`.
 actor_rollout_ref.rollout.multi_turn.tool_config_path, actor_rollout_ref.rollout.multi_turn.interaction_config_path, actor_rollout_ref.rollout.multi_turn.function_tool_path, actor_rollout_ref.rollout.multi_turn.max_*, actor_rollout_ref.rollout.multi_turn.format, actor_rollout_ref.rollout.multi_turn.*, actor_rollout_ref.rollout.agent.agent_loop_config_path, data.tool_config_path, data.function_tool_path | rollout.environment | Tools and turns are an environment (docs/environments.md) or `rollout.agent`.
 actor_rollout_ref.rollout.quantization | rollout.engine.quantization | fp8 only. Engine and learner then differ: `ppo.correction.kind`.
-actor_rollout_ref.rollout.quantization_config_file, actor_rollout_ref.rollout.enable_rollout_routing_replay, *.router_replay.* | ppo.correction | Engine and learner then differ; raypo has no other quantisation than `rollout.engine.quantization` and no replay of routers.
+actor_rollout_ref.rollout.quantization_config_file | ppo.correction | Engine and learner then differ; raypo has no other quantisation than `rollout.engine.quantization`.
+actor_rollout_ref.rollout.enable_rollout_routing_replay, *.router_replay.* | rollout.router_replay | R3: `engine`.
 actor_rollout_ref.rollout.logprobs_mode | ppo.correction | The engine's log-probs are those of the full distribution.
 actor_rollout_ref.hybrid_engine | placement.mode | false: `dedicated`.
 actor_rollout_ref.rollout.mode, actor_rollout_ref.rollout.calculate_log_probs | ~ | Responses are always sampled by asynchronous engines, with their log-probs.

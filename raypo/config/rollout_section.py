@@ -207,6 +207,16 @@ class RolloutSection(SamplingSection):
     with the KV cache of their tokens recomputed; keep: they continue with the KV cache of the older
     weights, at no cost (arXiv:2509.19128); restart: they are sampled again from their first token,
     under one version."""
+    router_replay: Annotated[
+        Literal["off", "engine"],
+        BeforeValidator(lambda value: "off" if value is False else value),  # off without quotes
+    ] = "off"
+    """Experts of a policy that is a mixture of experts, in the learner's passes. off: the learner's
+    routers choose them. engine: each token has the experts that the engine chose for it
+    (R3, arXiv:2510.11370), in old log-probs and in all updates, so that rounding cannot lead engine
+    and learner to different experts. The routers' probabilities of these experts are the learner's
+    own, so the routers are trained too. Reference models and the critic use their own experts.
+    Engines on GPUs then run without CUDA graphs, which is slower."""
 
     environment: Annotated[str | None, FUNCTION] = None
     """Environment that answers each turn of the policy: a class, `file.py:Class` or
@@ -310,7 +320,17 @@ class RolloutSection(SamplingSection):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
+        yield from self._problems_of_replay()
         yield from self._problems_of_episodes()
+
+    def _problems_of_replay(self) -> Iterator[str]:
+        eager = self.engine.extra.get("enforce_eager", True)
+        if self.router_replay == "engine" and not eager:
+            yield (
+                f"rollout.router_replay ({self.router_replay}): CUDA graphs would skip the "
+                f"recording of experts (rollout.engine.extra.enforce_eager is {eager}). Remove "
+                "enforce_eager, or set rollout.router_replay to off."
+            )
 
     def _problems_of_episodes(self) -> Iterator[str]:
         if self.environment is not None and self.agent is not None:

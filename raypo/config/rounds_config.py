@@ -53,6 +53,11 @@ class RoundsConfig(OnlineConfig):
                 f"rollout.{key} ({getattr(rollout, key)}): {recipe} learns from single-turn "
                 "responses. Remove it, or use the recipe ppo."
             )
+        if rollout.router_replay == "engine":
+            yield (
+                f"rollout.router_replay ({rollout.router_replay}): {recipe} does not compare the "
+                "learner's log-probs with the engine's. Set it to off, or use the recipe ppo."
+            )
         if lora is not None and lora.push == "adapter":
             yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
         yield from self._idle_workers({"rollout.prompts_per_step": rollout.prompts_per_step})

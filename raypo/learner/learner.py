@@ -167,7 +167,9 @@ class Learner:
             )
         if self._is_reference:
             with adapter_off(self._policy.module) if self._trained_policy else nullcontext():
-                computed |= self._if_policy("ref_log_probs", experience)
+                # The reference is one function of the tokens, whatever sampled them.
+                own = experience.with_(prompt_experts=None, response_experts=None)
+                computed |= self._if_policy("ref_log_probs", own)
         if self._critic:
             computed |= self._values(experience, self._critic)
         experience = experience.with_(**self._roles.joined(experience, computed))
@@ -213,8 +215,12 @@ class Learner:
         log_probs = self._zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
         balance = None
         if with_policy and self._trained_policy:
-            coef = self._section.router_aux_coef
-            balance = RouterBalance(self._policy.module, coef=coef, workers=self._workers)
+            balance = RouterBalance(
+                self._policy.module,
+                coef=self._section.router_aux_coef,
+                workers=self._workers,
+                is_replayed=experience.experts is not None,
+            )
         for rows in self._minibatches_of_all_epochs(experience, step):
             counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
             pieces = self._microbatches(experience, rows)

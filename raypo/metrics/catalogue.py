@@ -130,7 +130,7 @@ LOGGED = {
     "critic_learning_rate policy_updates skipped_updates router_load_max router_entropy "
     "router_aux_loss",
     "mismatch/": "kl* log_prob_gap_mean* log_prob_gap_max* clip_fraction* weight_mean "
-    "dropped_fraction probe_gap_* unknown_tokens",
+    "dropped_fraction probe_gap_* unknown_tokens router_disagreement",
     "curriculum/": "pass_rate_p* step_pass_rate seen_fraction",
     "selection/": "responses prompts prompts_* pairs score_mean score_gap_mean",
     "tools/": "calls_mean failures",
@@ -315,6 +315,11 @@ MEANINGS = {
         "KL to the reference, in nats per response. An agent's whole episode counts as one response"
     ),
     "mismatch/kl": "KL between engine and learner with the same weights, in nats per token",
+    "mismatch/router_disagreement": (
+        "share of choices (token, layer, expert) that the learner's routers would have made "
+        "differently, with `rollout.router_replay`; over the response tokens of a step's first "
+        "update"
+    ),
     "mismatch/unknown_tokens": "tokens for which an engine returned no log-prob (NaN)",
     "ppo/entropy": "entropy of the policy, in nats per token",
     "ppo/entropy_threshold": (

@@ -22,6 +22,13 @@ ROUTED = (
 a bias that balances the experts."""
 
 
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Model types of `ROUTED` whose experts an engine can record and the learner can replay
+(`raypo.models.router_replay`). In the KV cache of most others, some tokens have no place of their
+own, because their layers have sliding windows or linear attention. No test records the experts of
+FlexOlmo."""
+
+
 def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 

@@ -46,6 +46,8 @@ class ModelShape:
     gated: bool
     is_exact: bool
     """True if `parameters` was counted in safetensors headers, not computed from config.json."""
+    expert_bytes: int = 0
+    """Bytes of a token's experts in all layers, as an engine records them; 0 without experts."""
 
     @property
     def backbone_parameters(self) -> int:
@@ -188,7 +190,9 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
     """
     outer, values = values, values.get("text_config", values)
     hidden = int(_size(values, "hidden_size"))
-    heads = int(_size(values, "num_attention_heads"))
+    layers, heads = (
+        int(_size(values, f"num_{name}")) for name in ("hidden_layers", "attention_heads")
+    )
     vocabulary = int(values["vocab_size"])
     gated = values.get("model_type") not in PLAIN_MLP
     width = int(_size(values, "intermediate_size", None if gated else 4 * hidden))
@@ -202,7 +206,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
     shape = ModelShape(
         parameters=0,
         largest_tensor=max(vocabulary * hidden, fused),
-        layers=int(_size(values, "num_hidden_layers")),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=int(values.get("num_key_value_heads") or heads),
@@ -212,6 +216,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
         tied=tied,
         gated=gated,
         is_exact=counted is not None,
+        expert_bytes=layers * active * (1 if experts <= 256 else 2) if experts > 1 else 0,
     )
     if counted is None:
         return replace(shape, parameters=_computed(shape, values, width * experts))

@@ -41,6 +41,7 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             device=batch.response_mask.device,
+            experts=batch.experts,
         )
 
 

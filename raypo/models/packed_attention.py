@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from raypo.models.chunk_sizes import FLEX_BLOCK as BLOCK
 from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
+from raypo.models.router_replay import replay
 from raypo.models.routers import about_to_pass
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
@@ -214,12 +215,15 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
     """
     if reads_packed(backbone):
         return _packed_states(backbone, packed)
-    return _by_rows(lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed)
+    return _by_rows(
+        backbone, lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed
+    )
 
 
 def _packed_states(backbone: Any, packed: Packed) -> Tensor:
     packed = _for_attention(packed)
     about_to_pass(packed.states)
+    replay(backbone, packed.experts)
     hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
     return _at(hidden, packed.states)
 
@@ -238,6 +242,7 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
     if reads_packed(model):
         packed = _for_attention(packed)
         about_to_pass(packed.states)
+        replay(model, packed.experts)
         states, places = packed.states, None
         # The model selects states by plain indexing, whose backward pass on CPU is deterministic
         # only for unique indices (see `_at`).
@@ -245,7 +250,7 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
             states, places = states.unique(return_inverse=True)
         logits = model(**packed_inputs(packed), logits_to_keep=states).logits[0]
         return logits if places is None else _at(logits, places)
-    return _by_rows(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
+    return _by_rows(model, lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
 
 
 def _for_attention(packed: Packed) -> Packed:
@@ -264,12 +269,13 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
     }
 
 
-def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
+def _by_rows(model: Any, read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
     """Evaluate a function on one row per response, and return its results at `packed.states`.
 
     Rows are padded on the right. In a causal model no token attends to that padding.
 
     Args:
+        model: The model that reads the rows.
         read: Function of token ids [n, L] that returns [n, L, ...].
         packed: The packed rows.
 
@@ -279,6 +285,7 @@ def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
     there, back = packed.layout.rows
     states = back[packed.states]
     about_to_pass(states)
+    replay(model, None if packed.experts is None else packed.experts[there].flatten(0, 1))
     return _at(read(packed.input_ids[0][there]).flatten(0, 1), states)
 
 

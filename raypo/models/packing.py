@@ -149,6 +149,7 @@ class Packed:
     places: Tensor  # [M] int64, the index of each result in the flattened [B, T]
     shape: tuple[int, int]  # B, T
     response_ids: Tensor  # int64, all response tokens, row by row
+    experts: Tensor | None = None  # [N, L, k] integers, to be replayed; None: not replayed
 
     def unpacked(self, answers: Tensor) -> Tensor:
         """Arrange results [M] as [B, T], with 0 on padding."""
@@ -163,6 +164,7 @@ def pack(
     with_last: bool = False,
     width: int = 0,
     device: torch.device | str = "cpu",
+    experts: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> Packed:
     """Pack rows into one; equal prompts are packed once.
 
@@ -173,6 +175,8 @@ def pack(
             leaves this token out, because it predicts no other token.
         width: Minimum T of the results.
         device: Device of the tensors.
+        experts: Experts of each row's prompt [P, L, k] and response [T, L, k]. Equal prompts with
+            different experts are packed separately. None means that no experts are replayed.
 
     Returns:
         The packed row. The result at [b, t] belongs to the state before response token t of row b;
@@ -185,9 +189,12 @@ def pack(
     extra = int(with_last)
     rows_of: dict[bytes, list[int]] = {}
     for row, prompt in enumerate(prompts):
-        rows_of.setdefault(np.asarray(prompt, np.int64).tobytes(), []).append(row)
+        key = np.asarray(prompt, np.int64).tobytes()
+        key += b"" if experts is None else experts[row][0].tobytes()
+        rows_of.setdefault(key, []).append(row)
     groups: list[Group] = []
     ids: list[np.ndarray] = []
+    chosen: list[np.ndarray] = []
     states: list[np.ndarray] = [np.zeros(0, np.int64)] * len(prompts)
     end = 0
     for rows in rows_of.values():
@@ -202,6 +209,10 @@ def pack(
             first += len(tokens)
         groups.append(group)
         ids += [prompt, *read]
+        if experts is not None:
+            lengths = map(len, read)
+            chosen += [experts[rows[0]][0]]
+            chosen += [experts[row][1][:length] for row, length in zip(rows, lengths, strict=True)]
         end = first
     layout = Layout(tuple(groups), torch.device(device))
     answers = np.array([len(each) for each in states])
@@ -215,6 +226,7 @@ def pack(
         places=to_device(torch.from_numpy(places), device),
         shape=(len(answers), width),
         response_ids=_ids(responses, device),
+        experts=to_device(torch.from_numpy(np.concatenate(chosen)), device) if chosen else None,
     )
 
 
@@ -251,12 +263,16 @@ def in_whole_blocks(packed: Packed, block: int = FLEX_BLOCK) -> Packed:
         # Padding gets position 0, because later ones may be beyond the model's context.
         return ids.new_zeros(1, end).scatter(1, there[None], ids)
 
+    experts = packed.experts
+    if experts is not None:
+        experts = experts.new_zeros(end, *experts.shape[1:]).index_copy(0, there, experts)
     return replace(
         packed,
         input_ids=spread(packed.input_ids),
         position_ids=spread(packed.position_ids),
         layout=Layout(tuple(made), packed.layout.device),
         states=there[packed.states],
+        experts=experts,
     )
 
 
@@ -268,6 +284,7 @@ def pack_padded(
     *,
     with_last: bool = False,
     device: torch.device | None = None,
+    experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
 ) -> Packed:
     """Pack padded rows (`pack`). Masks are False on padding, which may be on either side.
 
@@ -278,13 +295,20 @@ def pack_padded(
         attention_mask: Mask of the responses.
         with_last: See `pack`.
         device: Device of the packed tensors. None means the device of the ids.
+        experts: Experts of the prompts and of the responses. None means that none are replayed.
     """
+    rows_of_experts = None
+    if experts is not None:
+        masks = (prompt_mask, attention_mask)
+        of_parts = [_unpadded(part, mask) for part, mask in zip(experts, masks, strict=True)]
+        rows_of_experts = [*zip(*of_parts, strict=True)]
     return pack(
         _unpadded(prompt_ids, prompt_mask),
         _unpadded(response_ids, attention_mask),
         with_last=with_last,
         width=attention_mask.shape[1] + int(with_last),
         device=device or prompt_ids.device,
+        experts=rows_of_experts,
     )
 
 

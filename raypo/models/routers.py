@@ -25,11 +25,12 @@ class Routing:
     predict. So the sums depend neither on padding nor on the split into microbatches.
     """
 
-    def __init__(self, *, with_gradient: bool) -> None:
-        self._with_gradient = with_gradient
+    def __init__(self, *, with_gradient: bool, is_replayed: bool = False) -> None:
+        self._with_gradient, self._is_replayed = with_gradient, is_replayed
         self._counts: dict[nn.Module, Tensor] = {}
         self._probabilities: dict[nn.Module, Tensor] = {}
         self._entropies: dict[nn.Module, Tensor] = {}
+        self._replaced: dict[nn.Module, Tensor] = {}
         self._states = torch.zeros(0)
         self._weights: Tensor | None = None  # [N] of the current pass
         self._decisions: list[tuple[nn.Module, Tensor, Tensor]] = []  # of the current pass
@@ -66,6 +67,11 @@ class Routing:
         log_p = logits.log_softmax(-1)
         p, constant = log_p.exp(), log_p.detach()
         chosen = torch.zeros_like(constant).scatter_(1, experts, 1.0)
+        if self._is_replayed:
+            # Softmax keeps the order of the logits, so the router would choose the k highest.
+            own = logits.detach().topk(experts.shape[1]).indices
+            replaced = (self._weights @ (1.0 - chosen.gather(1, own))).sum()
+            self._replaced[router] = self._replaced.get(router, 0.0) + replaced
         for sums, value in (
             (self._counts, self._weights @ chosen),
             (self._probabilities, self._weights @ p),
@@ -82,6 +88,11 @@ class Routing:
     def entropy(self) -> Tensor:
         """Entropy of the routers' probabilities in nats, summed over tokens, [L] float64."""
         return torch.stack([*self._entropies.values()]).double()
+
+    @property
+    def replaced(self) -> Tensor:
+        """Choices that the routers would have made differently, summed over tokens, [L] float64."""
+        return torch.stack([*self._replaced.values()]).double()
 
     def balance_loss(self, counts: Tensor, top_k: int) -> Tensor:
         """Return these passes' part of the load-balancing loss of an optimizer step.
@@ -103,16 +114,19 @@ class Routing:
 def top_k_of(model: Any) -> int | None:
     """Return the number of experts of a token, or None for a model without known routers."""
     config = model.config.get_text_config()
-    is_known = config.model_type in ROUTED and bool(_routers(model))
+    is_known = config.model_type in ROUTED and bool(routers_of(model))
     return config.num_experts_per_tok if is_known else None
 
 
-def _routers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+def routers_of(model: nn.Module) -> list[Any]:
+    """Return the routers of a transformers model, in the order of its layers."""
+    return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
 
 
 @contextmanager
-def recorded(model: nn.Module, *, with_gradient: bool) -> Iterator[Routing]:
+def recorded(
+    model: nn.Module, *, with_gradient: bool, is_replayed: bool = False
+) -> Iterator[Routing]:
     """Record the routing of all passes of a model inside this context.
 
     Passes outside it are not recorded, such as the recomputed ones of activation checkpointing.
@@ -120,9 +134,11 @@ def recorded(model: nn.Module, *, with_gradient: bool) -> Iterator[Routing]:
     Args:
         model: A module that contains a model with known routers (`top_k_of`).
         with_gradient: Keep the graph of the probabilities, for `Routing.balance_loss`.
+        is_replayed: Whether the passes replay experts (`raypo.models.router_replay`), so that the
+            routers themselves would choose others.
     """
-    routing = Routing(with_gradient=with_gradient)
-    hooks = [router.register_forward_hook(routing.record) for router in _routers(model)]
+    routing = Routing(with_gradient=with_gradient, is_replayed=is_replayed)
+    hooks = [router.register_forward_hook(routing.record) for router in routers_of(model)]
     token = _recorder.set(routing)
     try:
         yield routing

@@ -29,6 +29,7 @@ def response_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     device: torch.device | None = None,
+    experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of response tokens under softmax(logits / temperature), and the entropy.
 
@@ -39,13 +40,17 @@ def response_log_probs(
         with_entropy: Also compute the entropy of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
         device: Device of the model. None means the device of the ids.
+        experts: Experts of each token, to be used instead of the routers' own choice. None means
+            the own choice.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
         entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding. None
             without `with_entropy`.
     """
-    packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask, device=device)
+    packed = pack_padded(
+        prompt_ids, prompt_mask, response_ids, attention_mask, device=device, experts=experts
+    )
     log_probs, entropy = packed_log_probs(
         model, packed, temperature=temperature, with_entropy=with_entropy
     )

@@ -190,10 +190,20 @@ def _learner(
         if sharding.stage == 3:
             pushed["gathered weights"] = memory.push_bytes(first, itemsize=itemsize)
         result.phases |= {"push": pushed, "probe": dict(log_probs)}
+    in_ram = result.host if device == "cuda" else result.held
+    in_ram.update(_replayed(config, models.policy, workers=sharding.workers))
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():
             log_probs[name] = reference.parameters * itemsize
     return result
+
+
+def _replayed(config: AnyConfig, shape: ModelShape, *, workers: int) -> Bytes:
+    """Return the size of the experts in a worker's share of the longest possible batch."""
+    if not isinstance(config, OnlineConfig) or config.rollout.router_replay == "off":
+        return {}
+    rows = -(-config.responses_per_step // workers)
+    return {"experts": rows * config.max_model_len * shape.expert_bytes}
 
 
 def _loaded_whole(
@@ -311,6 +321,9 @@ def engine(
     dtype = config.model.dtype
     groups = [transport(config, device) == "nccl"]
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more, groups)
+    if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
+        keys = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        result.held["experts"] = result.held.get("KV cache", 0) // keys * shape.expert_bytes
     # Each process gets a copy of the weights.
     if section.tensor_parallel > 1 and transport(config, device) == "object":
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}

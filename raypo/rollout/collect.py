@@ -69,6 +69,8 @@ class Sampling:
     """Id of all requests, which names the run and its attempt."""
     episodes: Plays | None = None
     """Runner of the episodes. None means that each sample is a single response."""
+    with_experts: bool = False
+    """True if the learner replays the engine's experts (`rollout.router_replay`)."""
 
     @classmethod
     def of(
@@ -82,6 +84,7 @@ class Sampling:
         priority: int | None = 0,
         owner: str = "",
         episodes: Plays | None = None,
+        with_experts: bool = False,
     ) -> Sampling:
         """Return the sampling parameters of training rollouts."""
         return cls(
@@ -99,6 +102,7 @@ class Sampling:
             priority=priority,
             owner=owner,
             episodes=episodes,
+            with_experts=with_experts,
         )
 
 
@@ -230,8 +234,12 @@ class _Groups:
         stops = self.sampling.stop_token_ids
         ids = [without_end(completion.token_ids, stops) for completion in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        prompt = self.prompts[position]
+        # The learner reads the prompt once, so its experts are those of one sample.
+        recorded = (each.experts for each in completions if each.experts is not None)
+        experts = next((each[: len(prompt.token_ids)] for each in recorded), None)
         return [
-            _rollout(self.prompts[position], number, completion, text)
+            _rollout(prompt, number, completion, text, experts)
             for number, (completion, text) in enumerate(zip(completions, texts, strict=True))
         ]
 
@@ -257,6 +265,7 @@ def request_of(
         # A resumed run does not repeat an earlier evaluation, but must sample the same as an
         # uninterrupted run. So evaluation must not fill the prefix cache of training.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
+        with_experts=sampling.with_experts,
     )
 
 
@@ -267,7 +276,14 @@ def request_seed(sampling: Sampling, group_index: int, sample_index: int, turn: 
     return int(state[0] >> 1)
 
 
-def _rollout(prompt: Prompt, sample_index: int, completion: Completion, text: str) -> Rollout:
+def _rollout(
+    prompt: Prompt,
+    sample_index: int,
+    completion: Completion,
+    text: str,
+    prompt_experts: np.ndarray | None,
+) -> Rollout:
+    experts = completion.experts
     return Rollout(
         prompt=prompt.text,
         response=text,
@@ -285,7 +301,14 @@ def _rollout(prompt: Prompt, sample_index: int, completion: Completion, text: st
         messages=prompt.messages,
         data_source=prompt.data_source,
         row=prompt.row,
+        prompt_experts=prompt_experts,
+        response_experts=None if experts is None else with_last(experts[len(prompt.token_ids) :]),
     )
+
+
+def with_last(experts: np.ndarray) -> np.ndarray:
+    """Append experts 0 of the last token, which no model reads."""
+    return np.concatenate([experts, np.zeros_like(experts, shape=(1, *experts.shape[1:]))])
 
 
 def is_trainable(scored: Rollout) -> bool:

@@ -22,7 +22,7 @@ from raypo.types import Episode, Prompt, Rollout, ToolUse
 
 _ARRAYS = (
     *("prompt_ids", "response_ids", "log_probs", "response_mask"),
-    *("turn_rewards", "turn_index", "ref_log_probs"),
+    *("turn_rewards", "turn_index", "ref_log_probs", "prompt_experts", "response_experts"),
 )
 _IN_THE_DATA = ("label", "row")
 """Fields that may be anything. They are not saved, but read from the prompt's row again."""

@@ -138,7 +138,26 @@ class Row:
             "turn_index": turn_index,
             "weight_version": versions[0][1] if versions else -1,
             "later_versions": changes,
-        }
+        } | self._experts()
+
+    def _experts(self) -> dict[str, np.ndarray]:
+        """Return the experts of prompt and response, if the engine has recorded them.
+
+        A turn brings those of all tokens before it, of which those of earlier turns stay: their
+        weights may be older. Tokens that no turn has read are after the last sampled one.
+        """
+        parts: list[np.ndarray] = []
+        known = 0
+        for experts in (turn.completion.experts for turn in self.turns):
+            if experts is not None:
+                parts.append(experts[known:])
+                known = len(experts)
+        if not parts:
+            return {}
+        experts = np.concatenate(parts)
+        unread = np.zeros_like(experts, shape=(len(self.ids) - known, *experts.shape[1:]))
+        prompt, response = np.split(np.concatenate([experts, unread]), [self.num_prompt])
+        return {"prompt_experts": prompt, "response_experts": response}
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,13 @@ def to_experience(dealt: Sequence[Rollout], *, parts: Sequence[str] = ()) -> Exp
     turn_index = [r.turn_index for r in dealt if r.turn_index is not None]
     references = [r.ref_log_probs for r in dealt if r.ref_log_probs is not None]
     assert len(references) in (0, len(dealt)), "some rollouts have reference log-probs, some do not"
+    experts = [
+        (r.prompt_experts, r.response_experts)
+        for r in dealt
+        if r.prompt_experts is not None and r.response_experts is not None
+    ]
+    assert len(experts) in (0, len(dealt)), "some rollouts have experts, some do not"
+    dtype = torch.from_numpy(experts[0][0]).dtype if experts else torch.uint8
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in dealt], torch.int64),
         prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in dealt], torch.bool),
@@ -152,6 +159,8 @@ def to_experience(dealt: Sequence[Rollout], *, parts: Sequence[str] = ()) -> Exp
         ref_log_probs=pad_right(references, torch.float32)
         if len(references) == len(dealt)
         else None,
+        prompt_experts=pad_left([prompt for prompt, _ in experts], dtype) if experts else None,
+        response_experts=pad_right([own for _, own in experts], dtype) if experts else None,
     )
 
 

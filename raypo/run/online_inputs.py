@@ -106,6 +106,7 @@ class RolloutInputs:
                 owner=f"{run.name}/{attempt}",
                 priority=None if config.rollout.has_requests_in_flight else 0,
                 episodes=episodes,
+                with_experts=config.rollout.router_replay == "engine",
             ),
         )
 

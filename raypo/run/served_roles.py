@@ -37,6 +37,7 @@ def class_and_arguments(
         elif not isinstance(config, OnlineConfig) or not config.rollout.is_episodic:
             kwargs["whole_batches"] = True
         if isinstance(config, OnlineConfig):
+            kwargs["records_experts"] = config.rollout.router_replay == "engine"
             lengths["section"] = with_head_dtype(role.section, config.model.head_dtype)
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from raypo.cluster.actors import ReplicaLost
@@ -119,6 +120,7 @@ class Engine:
         probes: int = 0,
         whole_batches: bool = False,
         max_requests: int | None = None,
+        records_experts: bool = False,
     ) -> None:
         """Start vLLM, which takes seconds. `load_weights` or a push then loads the weights.
 
@@ -140,6 +142,7 @@ class Engine:
                 These requests start even if all other slots are taken.
             whole_batches: Whether requests start together. Others are sampled too, but more slowly.
             max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
+            records_experts: Whether requests may ask for the experts of their tokens.
 
         Raises:
             ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -172,6 +175,7 @@ class Engine:
             probes=probes,
             whole_batches=whole_batches,
             max_requests=max_requests,
+            records_experts=records_experts,
         )
         self._adapters: Adapters | None = None
         if lora is not None:
@@ -195,6 +199,8 @@ class Engine:
         self._loop.adapters = self._adapters
         self._llm = self._loop.llm
         self._processes = self._loop.call(partial(VllmProcesses, self._llm))
+        if records_experts:
+            self._loop.call(self._record_experts)
         self._max_model_len, self._reads_text = max_model_len, reads_text
         self._vocabulary_size = InsideVllm(self._llm).vocabulary_size
         if reads_weights:
@@ -227,6 +233,14 @@ class Engine:
     def peak_memory(self) -> dict[str, float]:
         """Return the peak memory of the engine's processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
+
+    def _record_experts(self) -> None:
+        self._processes.ask("raypo_record_experts")
+
+        def read(blocks: list[int], first: int, end: int) -> np.ndarray:
+            return self._processes.ask("raypo_read_experts", blocks, first, end)[0]
+
+        InsideVllm(self._llm).record_experts(read)
 
     def stalled_s(self) -> float:
         """Return how long the current step or push has been running, in seconds, or 0 if idle."""

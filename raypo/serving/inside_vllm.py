@@ -129,6 +129,34 @@ class InsideVllm:
         """Return the scheduler's object of a request, for its tokens and `num_preemptions`."""
         return self._scheduler.requests[name]
 
+    def record_experts(self, read: Callable[[list[int], int, int], np.ndarray]) -> None:
+        """Record the experts of a request's tokens when its blocks of the KV cache are freed.
+
+        They are freed when the request ends, when vLLM preempts it, and when a push lets it
+        recompute its keys and values. A token that was recorded keeps its experts, although it
+        is then read again, perhaps by new weights.
+
+        Args:
+            read: Function `(blocks, first, end)` that returns the experts of tokens `first` to
+                `end` of the request that has these blocks.
+        """
+        manager = self._scheduler.kv_cache_manager
+        free = manager.free
+
+        def read_and_free(request: Any) -> None:
+            parts: list[np.ndarray] | None = getattr(request, "experts", None)
+            if parts is not None:
+                known = sum(map(len, parts))
+                # The newest token has not been read; others may be in flight.
+                computed = request.num_computed_tokens - request.num_output_placeholders
+                computed = min(computed, request.num_tokens - 1)
+                if computed > known:
+                    (blocks,) = manager.get_block_ids(request.request_id)
+                    parts.append(read(blocks, known, computed))
+            free(request)
+
+        manager.free = read_and_free
+
     def settle(self, step: Callable[[], bool]) -> None:
         """Drain the batches in flight under asynchronous scheduling; schedule no new ones.
 

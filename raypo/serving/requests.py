@@ -38,6 +38,8 @@ class SamplingRequest:
     """Lower is sampled sooner, as in vLLM; equal priorities are first come, first served."""
     cache_salt: str = ""
     """Prefix cache salt, as in vLLM: only requests with equal salts share cached prefixes."""
+    with_experts: bool = False
+    """True if the completion gets the experts of all tokens, from an engine that records them."""
     timeout_s: float | None = None
     """Seconds after which the request ends with the tokens sampled so far. None means no limit."""
 
@@ -57,6 +59,12 @@ class Completion:
     token. -1 if no token was sampled."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """One pair (index of the first token, version) for each weight update during the response."""
+    experts: np.ndarray | None = (
+        None  # uint8, or int16 for more than 256 experts, [P + T - 1, L, k]
+    )
+    """Experts of the tokens of prompt and response in each layer with experts. The last token has
+    none, because the engine has not read it. None if they were not requested, or if no token was
+    sampled."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,25 @@ def check_head_dtype(head_dtype: str) -> None:
         )
 
 
+def check_router_replay(router_replay: str) -> None:
+    """Refuse a replay of experts if the installed vLLM (0.23) does not report them on CPUs.
+
+    If vLLM is not installed here, the setting passes.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    found = find_spec("vllm")
+    if router_replay == "off" or found is None or found.origin is None:
+        return
+    routers = Path(found.origin).parent / "model_executor" / "layers" / "fused_moe" / "router"
+    if not (routers / "cpu_router.py").is_file():
+        raise ConfigError(
+            f"rollout.router_replay ({router_replay}): the installed vLLM cannot report the "
+            "experts that it chooses. Install vLLM 0.32, or set rollout.router_replay to off."
+        )
+
+
 def with_head_dtype(section: EngineSection, head_dtype: str) -> EngineSection:
     """Return the settings of engines that compute their logits in `model.head_dtype`.
 

@@ -484,6 +484,8 @@ class VllmLoop:
             assert version is not None
             each.name, each.versions = name, [(0, version)]
             each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
+            if each.request.with_experts:
+                each.scheduled.experts = []  # filled by `InsideVllm.record_experts`
             self._running[self._state(each).external_req_id] = each
         self._runs_alone = batch[0].alone
 
@@ -505,16 +507,18 @@ class VllmLoop:
                 tokens, log_probs = sampled(each.scheduled, said.logprobs)
                 self._left(each, output.request_id, len(tokens))
                 reason = said.finish_reason
-                each.set_result(completion_of(tokens, log_probs, reason, each.versions))
+                experts = getattr(each.scheduled, "experts", None)
+                each.set_result(completion_of(tokens, log_probs, reason, each.versions, experts))
         return True
 
     def _give_back(self, each: RequestState, reason: str) -> None:
-        tokens, log_probs = (), ()
+        tokens, log_probs, experts = (), (), None
         if each.name is None:
             self._leave_queue([each])
         else:
             tokens, log_probs = self._withdraw(each)
-        each.set_result(completion_of(tokens, log_probs, reason, each.versions))
+            experts = getattr(each.scheduled, "experts", None)
+        each.set_result(completion_of(tokens, log_probs, reason, each.versions, experts))
 
     def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Sequence[float]]:
         """Abort a request in vLLM; return its tokens so far and their log-probs."""

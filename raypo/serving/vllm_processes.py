@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
+from raypo.serving.expert_store import ExpertStore
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.model_tensors import as_in_files
 from raypo.weights.buckets import Bucket, unpack
@@ -136,6 +138,7 @@ class WorkerExtension:
     """Parameters that vLLM reported as loaded in this push."""
     raypo_is_loading: bool = False
     raypo_group: Group | None = None
+    raypo_experts: ExpertStore
 
     def raypo_answer(self, method: str, *arguments: Any) -> Answer:
         """Call one of this worker's methods and return its value or failure (`VllmProcesses`)."""
@@ -189,6 +192,18 @@ class WorkerExtension:
     def raypo_peak_memory(self) -> dict[str, float]:
         """Return the peak memory of this process, in GB."""
         return peak_memory()
+
+    def raypo_record_experts(self) -> None:
+        """Record the experts of all tokens from now on.
+
+        Raises:
+            WeightError: the experts of the model cannot be recorded.
+        """
+        self.raypo_experts = ExpertStore(self.model_runner)
+
+    def raypo_read_experts(self, blocks: list[int], first: int, end: int) -> np.ndarray:
+        """Return the experts of some tokens of a request (`ExpertStore.read`)."""
+        return self.raypo_experts.read(blocks, first, end)
 
     def raypo_begin_push(self) -> Ready:
         """Prepare the model for new weights; an unfinished push is ended first."""

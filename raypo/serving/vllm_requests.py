@@ -37,6 +37,7 @@ def completion_of(
     log_probs: Sequence[float],
     finish_reason: str,
     versions: Sequence[tuple[int, int]] = (),
+    experts: Sequence[np.ndarray] | None = None,
 ) -> Completion:
     """Convert vLLM's output for a request.
 
@@ -45,6 +46,7 @@ def completion_of(
         log_probs: Their log-probs.
         finish_reason: Value of `Completion.finish_reason`.
         versions: (index of the first token, weight version), in order.
+        experts: Parts of `Completion.experts`. None means that they were not requested.
     """
     # If two versions have the same first token, only the later one has sampled it: `dict` keeps it.
     count, sampled = len(token_ids), dict(versions)
@@ -56,4 +58,5 @@ def completion_of(
         finish_reason=finish_reason,
         weight_version=spans[0][1] if spans else -1,
         later_versions=tuple(spans[1:]),
+        experts=np.concatenate(experts) if experts and count else None,
     )

@@ -156,6 +156,7 @@ def engine_arguments(
     probes: int = 0,
     whole_batches: bool = False,
     max_requests: int | None = None,
+    records_experts: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. `section.extra` overrides them.
 
@@ -171,6 +172,8 @@ def engine_arguments(
         probes: Slots to add to `max_num_seqs`, even if `section.extra` sets that argument.
         whole_batches: Whether requests start together, so that few steps read prompts.
         max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
+        records_experts: Whether the engine records experts. CUDA graphs would repeat the kernels
+            without the calls that record.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -218,7 +221,9 @@ def engine_arguments(
         # vLLM requires max_num_batched_tokens >= max_num_seqs.
         if (most := arguments.get("max_num_batched_tokens")) is not None:
             arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
-    if whole_batches and device != "cpu" and not section.extra.keys() & CHOOSES_GRAPHS:
+    if records_experts:
+        arguments["enforce_eager"] = True
+    elif whole_batches and device != "cpu" and not section.extra.keys() & CHOOSES_GRAPHS:
         arguments["compilation_config"] = few_graphs(arguments["max_num_seqs"])
     return arguments
 

@@ -30,9 +30,9 @@ RECIPES = ("ppo", "grpo", "sft", "dpo")
 DTYPES = ("float32", "bfloat16")
 
 
-def write(folder: Path, architecture: str) -> Path:
+def write(folder: Path, architecture: str, **changes: Any) -> Path:
     """Write the examples of a pipeline, with a mixture of experts as its policy."""
-    tiny_experts(folder / "model", architecture)
+    tiny_experts(folder / "model", architecture, **changes)
     write_rows(folder)
     return folder
 

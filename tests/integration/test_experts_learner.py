@@ -10,7 +10,7 @@ from raypo.config import ExamplesLearnerSection
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import ResponseTask
 from raypo.models.loading import load_causal_lm
-from raypo.types import Example
+from raypo.types import Example, Experience
 from tests.integration.learning import (
     LR,
     MAX_NORM,
@@ -54,6 +54,46 @@ def test_the_cut_into_microbatches_changes_neither_updates_nor_loads(
     assert 1.0 < load <= 2.0  # of four experts with two choices a token
     assert 0.0 < entropy < torch.tensor(4.0).log()
     assert loss > 2.0
+
+
+def replayed(batch: Experience) -> Experience:
+    """The batch with random experts, two of four in two layers."""
+    generator = torch.Generator().manual_seed(3)
+
+    def of_tokens(mask: torch.Tensor) -> torch.Tensor:
+        return torch.rand(*mask.shape, 2, 4, generator=generator).argsort(-1)[..., :2].byte()
+
+    prompts, responses = of_tokens(batch.prompt_mask), of_tokens(batch.attention_mask)
+    return batch.with_(prompt_experts=prompts, response_experts=responses)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_replayed_experts_train_the_policy_alone_however_the_rows_are_cut(
+    experts: str, stage: int, checkpointing: bool
+):
+    results = []
+    for microbatch in (P + T, 4096):
+        keys = {"max_grad_norm": MAX_NORM, "activation_checkpointing": checkpointing}
+        trained = learner(experts, stage=stage, microbatch=microbatch, optimizer=keys)
+        before = weights(trained)
+        own = trained.with_log_probs_and_values(experience())
+        batch = trained.with_log_probs_and_values(replayed(experience()))
+        assert own.values is not None
+        assert batch.values is not None
+        assert torch.equal(own.values, batch.values)  # the critic chooses its own experts
+        assert own.old_log_probs is not None
+        assert batch.old_log_probs is not None
+        assert (own.old_log_probs - batch.old_log_probs).abs().max() > 0.01
+        _, update = trained.update(with_targets(batch), step=1)
+        after = weights(trained)
+        router = "model.layers.0.mlp.gate.weight"
+        assert float((after[router] - before[router]).abs().max()) > 0.1 * LR
+        results.append((after, update.metrics))
+    (cut, figures_cut), (whole, figures_whole) = results
+    assert largest_difference(cut, whole) < 0.1 * LR
+    assert figures_cut == pytest.approx(figures_whole, rel=1e-4, abs=1e-6)
+    assert 0.2 < figures_cut["mismatch/router_disagreement"] < 0.8  # half of random choices
 
 
 def test_the_loss_is_off_by_default_and_moves_the_routers_if_it_is_on(experts: str):

@@ -129,6 +129,30 @@ def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, reci
     check(config)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        (
+            None,
+            "architecture is llama, not one of mixtral, olmoe, qwen2_moe, qwen3_moe.",
+        ),
+        ("windows", "attention has sliding windows, so the KV cache does not keep all tokens."),
+    ],
+)
+def test_experts_that_cannot_be_replayed_are_refused(
+    here: Path, architecture: str | None, reason: str
+):
+    config = config_of("ppo", rollout={"router_replay": "engine"})
+    if architecture is not None:
+        tiny_experts(here / "policy", "mixtral")
+        check(config)
+        with_values(here / "policy", "config.json", sliding_window=64)
+    assert refusal(config) == (
+        "rollout.router_replay (engine): the experts of model.policy (policy) cannot be replayed, "
+        f"because its {reason} Set it to off."
+    )
+
+
 def test_a_loss_for_the_routers_of_a_reward_model_is_refused(here: Path):
     with pytest.raises(ConfigError, match=r"router_aux_coef \(0.01\): is not supported for reward"):
         config_of("reward_model", learner={"router_aux_coef": 0.01})

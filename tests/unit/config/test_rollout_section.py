@@ -102,3 +102,17 @@ def test_a_mask_of_stale_tokens_that_none_can_meet():
     keys = {"rollout__mode": "async", "rollout__max_staleness": 2, **DEDICATED}
     assert_refused("ppo.correction.max_staleness", 2, ppo__correction__max_staleness=2, **keys)
     PPOConfig.parse(with_keys(ppo__correction__max_staleness=1, **keys))
+
+
+def test_off_may_be_written_without_quotes():
+    for value in ("off", False):
+        section = PPOConfig.parse(with_keys(rollout__router_replay=value)).rollout
+        assert section.router_replay == "off"
+
+
+def test_experts_cannot_be_recorded_inside_cuda_graphs():
+    replay = {"rollout__router_replay": "engine"}
+    graphs = {"rollout__engine__extra": {"enforce_eager": False}}
+    assert_refused("rollout.router_replay", "engine", **replay, **graphs)
+    PPOConfig.parse(with_keys(**replay))
+    PPOConfig.parse(with_keys(**graphs))

@@ -152,6 +152,37 @@ def test_a_deployed_judge_takes_memory_and_time(values: dict, tmp_path: Path):
     assert score(plan(values, "8xGPU80G")) - score(without) < read
 
 
+def test_replayed_experts_take_a_byte_for_each_token_and_choice(values: dict, tmp_path: Path):
+    """Qwen3-30B-A3B: 48 layers, 8 of 128 experts; keys and values of 98 kB a token."""
+    experts = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2_048,
+        "intermediate_size": 6_144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text(json.dumps(experts))
+    values["model"]["policy"] = str(tmp_path / "moe")
+    values["rollout"]["engine"] = {"kv_cache_gb": 20.0}
+    without = plan(values, "8xGPU180G")
+    values["rollout"]["router_replay"] = "engine"
+    made = plan(values, "8xGPU180G")
+    for before, after in zip(without.roles, made.roles, strict=True):
+        own = {"engine": 20e9 // 98_304 * 384, "learner worker": 128 * 4 // 8 * 2048 * 384}
+        added = {**after.memory.held, **after.memory.host}
+        assert added.pop("experts", 0) == own.get(after.name, 0), after.name
+        assert added == {**before.memory.held, **before.memory.host}
+    assert [role.name for role in made.roles] == ["learner worker", "engine", "reference"]
+
+
 def test_higher_stages_and_off_loading_need_less_of_the_device(values: dict):
     values["rollout"]["engine"] = {"sleep": False}  # else another phase is the worst one
     by_name = {str(c.sharding): c.device.needed for c in plan(values, "8xGPU80G").choices}

@@ -88,6 +88,10 @@ def test_a_row_is_one_that_sft_takes_chat_messages_as_json():
             {"rollout": {"mode": "async"}, "placement": {"mode": "dedicated"}},
             "Set rollout.mode to sync",
         ),
+        (
+            {"rollout": {"router_replay": "engine"}},
+            r"rollout.router_replay \(engine\): rejection_sampling does not compare",
+        ),
         ({"model": {"policy": "m", "critic": "c"}}, "model.critic: there is no such key"),
         ({"model": {"policy": "m", "lora": {"push": "adapter"}}}, "Set it to merged"),
         ({"learner": {"num_workers": 40}}, "Set learner.num_workers to at most 32"),

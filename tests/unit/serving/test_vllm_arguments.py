@@ -15,6 +15,7 @@ from raypo.serving.vllm_arguments import (
     SET_BY,
     check_extra,
     check_head_dtype,
+    check_router_replay,
     engine_argument_names,
     with_head_dtype,
 )
@@ -104,6 +105,18 @@ def test_an_unknown_argument_is_refused_without_importing_vllm():
     told, heavy = done.stdout.splitlines()
     assert "extra.penalty (2)" in told
     assert heavy == "[]"
+
+
+def test_a_replay_of_experts_is_refused_where_vllm_does_not_report_them(tmp_path, monkeypatch):
+    routers = tmp_path / "model_executor" / "layers" / "fused_moe" / "router"
+    routers.mkdir(parents=True)
+    installed = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: installed)
+    check_router_replay("off")
+    with pytest.raises(ConfigError, match=r"rollout.router_replay \(engine\): the installed vLLM"):
+        check_router_replay("engine")
+    (routers / "cpu_router.py").touch()
+    check_router_replay("engine")
 
 
 def test_a_head_in_float32_is_refused_where_vllm_would_ignore_it(tmp_path, monkeypatch):

@@ -103,6 +103,12 @@ def test_no_more_sequences_than_there_are_requests(tmp_path) -> None:
     )
     assert few["max_num_seqs"] == 40
     assert few["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert "enforce_eager" not in few
+    recording = engine_arguments(
+        folder, section, **shape, device="cuda", whole_batches=True, records_experts=True
+    )
+    assert recording["enforce_eager"]  # graphs would not call the functions that record
+    assert "compilation_config" not in recording
     many = engine_arguments(folder, section, **shape, device="cpu", max_requests=5000)
     assert many["max_num_seqs"] == 256
     chosen = EngineSection(extra={"max_num_seqs": 100})
