@@ -23,6 +23,8 @@ def test_a_run_trains_on_drafted_tokens_and_goes_on_to_the_same_numbers(
     keys: dict[str, Any] = {
         "rollout.engine.speculation": speculation,
         "learner.policy_lr": 1e-2,
+        "rollout.max_new_tokens": 40,
+        "rollout.temperature": 0.3,  # so that n-grams recur
         "checkpoint.every": 1,
     }
     task = write_task(tmp_path)
@@ -31,12 +33,16 @@ def test_a_run_trains_on_drafted_tokens_and_goes_on_to_the_same_numbers(
     at_once = read_metrics(tmp_path / "runs" / "tiny")
     assert [row["step"] for row in at_once] == [1, 2, 3]
     assert all(row["mismatch/log_prob_gap_max"] < 1e-4 for row in at_once)
-    assert all(0 < row["perf/draft_acceptance"] <= 1 for row in at_once)
+    accepted = [row["perf/draft_acceptance"] for row in at_once if "perf/draft_acceptance" in row]
+    assert accepted
+    assert all(0 <= share <= 1 for share in accepted)
     in_two = keys | {"name": "in-two"}
     PPOTrainer(PPOConfig.load(task, in_two | {"num_steps": 1})).fit()
     PPOTrainer(PPOConfig.load(task, in_two | {"num_steps": 3})).fit()
     resumed = read_metrics(tmp_path / "runs" / "in-two")
-    same = ("reward/mean", "ppo/policy_loss", "ppo/policy_grad_norm", "response/length_mean")
-    assert [[row[key] for key in same] for row in resumed] == [
-        [row[key] for key in same] for row in at_once
-    ]
+    assert list(map(numbers, resumed)) == list(map(numbers, at_once))
+
+
+def numbers(row: dict[str, float]) -> dict[str, float]:
+    measured = ("time/", "perf/", "eval/")
+    return {name: value for name, value in row.items() if not name.startswith(measured)}
