@@ -57,7 +57,7 @@ def inputs_of(
     """
     found: Inputs = {}
     for key in config.paths:
-        is_model = key.startswith(("model.", "reward."))
+        is_model = key.startswith(("model.", "reward.", "rollout.engine."))
         read = _model_files if is_model else partial(_data_files, key)
         found[key] = {_name_of(source): read(source) for source in values_at(config, key)}
     for key, spec in functions_of_user(config):

@@ -79,6 +79,7 @@ class StandIn:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
             parallel_config=SimpleNamespace(world_size=1),
+            speculative_config=None,
         )
         self.scheduler = SimpleNamespace(
             requests={},

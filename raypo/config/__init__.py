@@ -28,7 +28,13 @@ from raypo.config.reward_section import (
     RewardSection,
     RewardWeights,
 )
-from raypo.config.rollout_section import EngineSection, InFlight, RolloutSection, SamplingSection
+from raypo.config.rollout_section import (
+    EngineSection,
+    InFlight,
+    RolloutSection,
+    SamplingSection,
+    SpeculationSection,
+)
 from raypo.config.rounds_config import (
     DistillationConfig,
     DistillationSection,

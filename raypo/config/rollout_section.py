@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
-from raypo.config.fields import FUNCTION
+from raypo.config.fields import FUNCTION, PATH
 from raypo.config.only_if import SET, above, only_if, prefixed, unless
 from raypo.config.paths import VERIFIERS
 from raypo.config.sources import one_or_many
@@ -22,6 +22,31 @@ to the queue and are sampled again from their first token."""
 
 EPISODES = only_if("environment", SET) | only_if("agent", SET)
 """Declaration of keys that apply to episodes only."""
+
+
+class SpeculationSection(Config):
+    """Speculative decoding: the policy checks several drafted tokens in one forward pass, and
+    accepts or replaces them such that samples and log-probs are those of its own distribution
+    (arXiv:2211.17192)."""
+
+    kind: Literal["none", "ngram", "model"] = "none"
+    """Source of the drafted tokens. none: no speculation; ngram: the text that followed the last 2
+    to 4 tokens where they occurred before, in the prompt or the response; model: a smaller model,
+    which is not trained, so that it accepts fewer tokens the further the policy moves. A seed draws
+    other tokens than without speculation. It pays where an engine samples few responses at a
+    time (`perf/draft_acceptance`)."""
+    num_tokens: Annotated[int, unless("kind", "none")] = Field(default=4, ge=1, le=32)
+    """Number of tokens drafted for each forward pass of the policy."""
+    model: Annotated[str | None, PATH, only_if("kind", "model")] = None
+    """Folder or hub id of the model that drafts. It needs the policy's vocabulary."""
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.kind == "model" and self.model is None:
+            yield (
+                "rollout.engine.speculation.model (None): no model drafts the tokens. Set it to a "
+                "folder or hub id, or rollout.engine.speculation.kind to ngram."
+            )
 
 
 class EngineSection(Config):
@@ -60,6 +85,7 @@ class EngineSection(Config):
     with a scale for each output channel on CPUs and for each block of 128 x 128 weights on GPUs.
     Every push is quantised anew. The learner keeps `model.dtype`, which has to be bfloat16, so
     PPO requires `ppo.correction.kind`, or `ppo.old_log_probs: engine`. null: `model.dtype`."""
+    speculation: SpeculationSection = SpeculationSection()
     seeds: Literal["request", "engine"] = "request"
     """Random seeds of training samples. request: one seed per sample. A sample then does not depend
     on its batch, and a run that is repeated or resumed draws the same samples. engine: one random
@@ -181,6 +207,16 @@ class SamplingSection(Config):
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        speculation, truncation = self.engine.speculation.kind, self.truncation
+        if speculation != "none" and truncation:
+            key, value = truncation
+            yield (
+                f"{key} ({value:g}): vLLM does not truncate with rollout.engine.speculation.kind "
+                f"({speculation}): it fails or ignores the key. Remove one of the two."
+            )
 
 
 class RolloutSection(SamplingSection):
@@ -325,6 +361,12 @@ class RolloutSection(SamplingSection):
 
     def _problems_of_replay(self) -> Iterator[str]:
         eager = self.engine.extra.get("enforce_eager", True)
+        drafts = self.engine.speculation.kind
+        if self.router_replay == "engine" and drafts != "none":
+            yield (
+                f"rollout.router_replay ({self.router_replay}): nobody has tried it with "
+                f"rollout.engine.speculation.kind ({drafts}). Remove one of the two."
+            )
         if self.router_replay == "engine" and not eager:
             yield (
                 f"rollout.router_replay ({self.router_replay}): CUDA graphs would skip the "

@@ -358,6 +358,11 @@ class OnlineConfig(RecipeConfig):
                 f"rollout.engine.quantization ({engine.quantization}): nobody has tried adapters "
                 "on quantised weights. Set model.lora.push to merged."
             )
+        if engine.speculation.kind != "none" and self.pushes_adapter:
+            yield (
+                f"rollout.engine.speculation.kind ({engine.speculation.kind}): nobody has tried "
+                "adapters with speculation. Set model.lora.push to merged."
+            )
         if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:
                 engine.resolved_transport(

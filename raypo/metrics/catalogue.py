@@ -342,6 +342,8 @@ MEANINGS = {
         "goes](asynchronous.md#where-the-time-goes)"
     ),
     "perf/engine_idle_s": "mean seconds that an engine was idle",
+    "perf/draft_acceptance": "share of drafted tokens that the policy accepted "
+    "(`rollout.engine.speculation`)",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",
     "perf/tools_s_mean": "seconds of that wait that tools took",
     "perf/wait_for_environments_s": (

@@ -140,6 +140,8 @@ class Models:
     """Reward models by role; they are loaded without a language-model head."""
     judges: dict[str, ModelShape] = field(default_factory=dict)
     """The judge that the run deploys, by role."""
+    drafter: ModelShape | None = None
+    """The draft model of the engines (`rollout.engine.speculation.model`)."""
 
     @property
     def frozen(self) -> dict[str, ModelShape]:
@@ -157,10 +159,13 @@ class Models:
             return read[path]
 
         policy = shape("model.policy", config.model.policy)
+        rollout = getattr(config, "rollout", None)
+        drafts = rollout and rollout.engine.speculation.model
+        drafter = shape("rollout.engine.speculation.model", drafts) if drafts else None
         if isinstance(config, ExamplesConfig):
             named = config.model.reference if isinstance(config, DPOConfig) else None
             references = {"reference": shape("model.reference", named)} if named else {}
-            return cls(policy, None, references, {})
+            return cls(policy, None, references, {}, drafter=drafter)
         rewards = {
             role: shape("model.reward", entry.path) for role, entry in config.reward_models.items()
         }
@@ -174,6 +179,7 @@ class Models:
             {r: shape("model.reference", path) for r, path in config.references.items()},
             rewards,
             {r: shape("reward.judge.path", path) for r, path in config.judge_models.items()},
+            drafter,
         )
 
 

@@ -83,7 +83,7 @@ def roles_of(
     for role in served_roles(config, num_workers=1, use_gpu=device == "cuda"):
         if role.kind == "engine":
             assert not isinstance(config, RewardModelConfig), "it samples nothing"
-            held = engine(config, models.policy, device, gpu_bytes)
+            held = engine(config, models, device, gpu_bytes)
         else:
             held = _frozen(config, role, models.frozen[role.name], device, gpu_bytes)
         roles.append(Role(role.name, held))
@@ -291,7 +291,8 @@ def _frozen(
         length = (config.max_reference_len if head else config.max_model_len) + 1
         if role.kind == "judge" and config.reward.judge:
             length = config.reward.judge.max_model_len
-        return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
+        dtype = config.model.dtype
+        return _in_vllm(role.section, [shape], device, gpu_bytes, weights, dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
     if head:
@@ -304,12 +305,12 @@ def _frozen(
 
 def engine(
     config: OnlineConfig | PolicyExamplesConfig,
-    shape: ModelShape,
+    models: Models,
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
     """Return the memory that a vLLM engine needs per GPU, or per process on CPU."""
-    itemsize = ITEMSIZE[config.model.dtype]
+    shape, drafter, itemsize = models.policy, models.drafter, ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
     sequences = sequences_at_once(config, device, gpu_bytes)
     if device == "cpu" and isinstance(config, OnlineConfig):
@@ -317,10 +318,13 @@ def engine(
     more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
         more["adapter"] = adapter_weights(lora, shape) * itemsize
+    if drafter is not None:
+        more["draft model"] = drafter.parameters * itemsize // section.tensor_parallel
     weights, length = engine_weight_bytes(config, shape), config.max_model_len
     dtype = config.model.dtype
     groups = [transport(config, device) == "nccl"]
-    result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more, groups)
+    cached = [shape] if drafter is None else [shape, drafter]
+    result = _in_vllm(section, cached, device, gpu_bytes, weights, dtype, length, more, groups)
     if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
         keys = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
         result.held["experts"] = result.held.get("KV cache", 0) // keys * shape.expert_bytes
@@ -355,7 +359,7 @@ def sequences_at_once(
 
 def _in_vllm(
     section: EngineSection | FrozenSection,
-    shape: ModelShape,
+    shapes: Sequence[ModelShape],
     device: Device,
     gpu_bytes: int | None,
     weights: int,
@@ -376,12 +380,12 @@ def _in_vllm(
         tokens = of_engine and of_engine.extra.get("max_num_batched_tokens")
         tokens = tokens or engine_batched_tokens(gpu_bytes)
         held["activations"] = memory.vllm_activations(
-            shape, tokens, itemsize=ITEMSIZE[dtype], tensor_parallel=size
+            shapes[0], tokens, itemsize=ITEMSIZE[dtype], tensor_parallel=size
         )
     if of_engine and of_engine.kv_cache_gb is not None:
         held["KV cache"] = int(of_engine.kv_cache_gb * 1e9)
     elif device == "cpu":
-        a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=size)
+        a_token = sum(each.kv_bytes_per_token(dtype, tensor_parallel=size) for each in shapes)
         held["KV cache"] = default_cpu_kv_bytes(a_token, max_model_len)
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)

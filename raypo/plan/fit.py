@@ -416,7 +416,7 @@ def _with_known_cache(plan: Plan) -> Plan:
     takes_turns = isinstance(config, OnlineConfig) and config.rollout.engine.sleeps
     if not is_colocated or takes_turns or any(_impossible(plan)) or not _leaves_room(plan):
         return plan
-    held = estimate.engine(config, plan.models.policy, plan.device, plan.gpu_bytes).held
+    held = estimate.engine(config, plan.models, plan.device, plan.gpu_bytes).held
     size = held["KV cache"] // 10**7 / 100
     if not size:
         return plan
@@ -550,7 +550,7 @@ def _impossible(plan: Plan) -> Iterator[str]:
         config.model.dtype, tensor_parallel=section.tensor_parallel
     )
     one = cpu_sequence_bytes(a_token, length)
-    held = estimate.engine(config, plan.models.policy, plan.device, gpu_bytes).held
+    held = estimate.engine(config, plan.models, plan.device, gpu_bytes).held
     cache = held.get("KV cache")
     if cache is None or cache >= one:
         return

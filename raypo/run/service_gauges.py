@@ -24,6 +24,7 @@ class EnginesLoad:
     _looked_at: float | None = None
     _busy_s: float = 0.0
     _preemptions: int = 0
+    _drafts: tuple[int, int] = (0, 0)
 
     def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
         """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
@@ -53,11 +54,16 @@ class EnginesLoad:
             ),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
+        drafts = sum(load.drafted for load in loads), sum(load.accepted for load in loads)
+        drafted, accepted = drafts[0] - self._drafts[0], drafts[1] - self._drafts[1]
+        if drafted > 0 and accepted >= 0:
+            metrics["perf/draft_acceptance"] = accepted / drafted
         # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
         if self._looked_at is not None and loads:
             worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
             metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
         self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
+        self._drafts = drafts
         return metrics
 
 

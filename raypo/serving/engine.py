@@ -184,6 +184,8 @@ class Engine:
         if reads_weights:
             arguments["load_format"] = "auto"
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        self._speculates = section.speculation.kind != "none"
+        self._has_draft_model = section.speculation.model is not None
         threads = torch.get_num_threads() if num_threads is None else num_threads
         with memory_advice("the engine", ENGINE_REMEDY):
             self._loop = VllmLoop(
@@ -287,6 +289,7 @@ class Engine:
                 vocabulary_size=self._vocabulary_size,
                 max_model_len=self._max_model_len,
                 reads_text=self._reads_text,
+                truncates=not self._speculates,
             )
             if request.adapter is not None:
                 self._require_adapters().request(request.adapter)
@@ -466,7 +469,9 @@ class Engine:
                 self._drop_version("its weights were dropped before a push")
             if self._can_sleep:
                 with self._processes.vllms_own_call():
-                    self._llm.sleep(level=2 if self._serving.version is None else 1)
+                    # No push brings the weights of a draft model back.
+                    drops = self._serving.version is None and not self._has_draft_model
+                    self._llm.sleep(level=2 if drops else 1)
         self._serving.asleep = {"weights", "kv_cache"}
 
     @_between_steps

@@ -53,6 +53,16 @@ class InsideVllm:
         return self.llm.llm_engine.model_config.enable_sleep_mode
 
     @property
+    def speculates(self) -> bool:
+        """True if vLLM was started with speculative decoding."""
+        return self.llm.llm_engine.vllm_config.speculative_config is not None
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Number of drafted tokens, and of those that the policy accepted, since the start."""
+        return getattr(self._scheduler, "drafts", (0, 0))
+
+    @property
     def has_lost_a_process(self) -> bool:
         """True if the process of a worker has ended."""
         return getattr(self.llm.llm_engine.model_executor, "is_failed", False)

@@ -48,6 +48,8 @@ def create(**arguments: Any) -> Scheduler:
         logger.warning(
             "The engine uses vLLM's own scheduler, which takes more CPU time per token: %s.", reason
         )
+        if arguments["vllm_config"].speculative_config is not None:
+            return (SpeculativeAsyncScheduler if is_async else SpeculativeScheduler)(**arguments)
         return (AsyncScheduler if is_async else Scheduler)(**arguments)
     return (LeanAsyncScheduler if is_async else LeanScheduler)(**arguments)
 
@@ -227,3 +229,31 @@ class LeanScheduler(_Lean, Scheduler):
 
 class LeanAsyncScheduler(_Lean, AsyncScheduler):
     """Lean subclass of vLLM's asynchronous scheduler, as on GPUs."""
+
+
+class _CountsDrafts(Scheduler if TYPE_CHECKING else object):
+    """Mixin for vLLM's schedulers with speculative decoding."""
+
+    drafts: tuple[int, int] = (0, 0)
+    """Number of drafted tokens, and of those that the policy accepted, since the start."""
+
+    def make_spec_decoding_stats(
+        self, *stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **more: Any
+    ) -> Any:
+        """Count a request's drafted tokens of a step; vLLM counts them if it logs statistics."""
+        drafted, accepted = self.drafts
+        self.drafts = drafted + num_draft_tokens, accepted + num_accepted_tokens
+        return super().make_spec_decoding_stats(
+            *stats,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            **more,
+        )
+
+
+class SpeculativeScheduler(_CountsDrafts, Scheduler):
+    """vLLM's synchronous scheduler, as on CPU, which counts drafted tokens."""
+
+
+class SpeculativeAsyncScheduler(_CountsDrafts, AsyncScheduler):
+    """vLLM's asynchronous scheduler, as on GPUs, which counts drafted tokens."""

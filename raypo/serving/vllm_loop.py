@@ -597,11 +597,14 @@ class VllmLoop:
         if self._busy_s - begin_s >= RATE_OVER_S:
             rate = (tokens - begin_tokens) / (self._busy_s - begin_s)
             self._rate_from = self._busy_s, tokens
+        drafted, accepted = self._inside.drafts
         self.load = Load(
             queued=self._num_queued,
             running=len(self._running),
             kv_cache_use=kv_cache,
             preemptions=self._preemptions,
+            drafted=drafted,
+            accepted=accepted,
             steps=self._steps,
             busy_s=self._busy_s,
             tokens=tokens,

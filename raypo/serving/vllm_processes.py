@@ -71,6 +71,8 @@ class VllmProcesses:
             leave_no_shared_memory()
         if self._inside.has_sleep_mode:
             self.ask("raypo_share_device")
+        if self._inside.speculates:
+            self.ask("raypo_expand_parameters")
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method in every worker and return the values.
@@ -188,6 +190,29 @@ class WorkerExtension:
                 )
 
         self.sleep = sleep  # vLLM calls its workers' methods by name
+
+    def raypo_expand_parameters(self) -> None:
+        """On CPUs, replace vLLM's expansion of sampling parameters to the drafted tokens.
+
+        vLLM (0.23 to 0.32) converts the output to integers there, and so fills a copy: temperatures
+        and `top_p` are uninitialised memory, and log-probs NaN.
+        """
+        if self.device.type != "cpu":
+            return
+        from vllm.v1.sample import rejection_sampler
+
+        def expand(
+            values: Tensor,
+            ends: Tensor,
+            num_tokens: int,
+            replace_from: Any = 0,
+            replace_to: Any = 0,
+        ) -> Tensor:
+            counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+            values = values.masked_fill(values == replace_from, replace_to)
+            return values.repeat_interleave(counts, output_size=num_tokens)
+
+        rejection_sampler.expand_batch_to_tokens = expand
 
     def raypo_peak_memory(self) -> dict[str, float]:
         """Return the peak memory of this process, in GB."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raypo.cluster.devices import check_shared_memory
-from raypo.config import EngineSection
+from raypo.config import EngineSection, SpeculationSection
 from raypo.models.compiled import compiled_once, keep_compiled_code
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
@@ -203,6 +203,7 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = section.sleeps
     if section.quantization:
         arguments["quantization"] = "fp8_per_channel" if device == "cpu" else "fp8_per_block"
+    arguments |= speculation_arguments(section.speculation)
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
     # The plan assumes the same number.
@@ -212,8 +213,9 @@ def engine_arguments(
         if device != "cpu":  # else vLLM refuses to start while other roles load their models
             arguments["gpu_memory_utilization"] = UNMEASURED
     elif device == "cpu":
-        shape = ModelShape.read(model)
-        a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        shapes = map(ModelShape.read, filter(None, (model, section.speculation.model)))
+        size = section.tensor_parallel
+        a_token = sum(shape.kv_bytes_per_token(dtype, tensor_parallel=size) for shape in shapes)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
     arguments |= section.extra
     if probes:
@@ -221,11 +223,24 @@ def engine_arguments(
         # vLLM requires max_num_batched_tokens >= max_num_seqs.
         if (most := arguments.get("max_num_batched_tokens")) is not None:
             arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
+    takes_graphs = device != "cpu" and section.speculation.kind == "none"
     if records_experts:
         arguments["enforce_eager"] = True
-    elif whole_batches and device != "cpu" and not section.extra.keys() & CHOOSES_GRAPHS:
+    elif whole_batches and takes_graphs and not section.extra.keys() & CHOOSES_GRAPHS:
         arguments["compilation_config"] = few_graphs(arguments["max_num_seqs"])
     return arguments
+
+
+def speculation_arguments(section: SpeculationSection) -> dict[str, Any]:
+    """Return vLLM's arguments for speculative decoding, none if it is off."""
+    if section.kind == "none":
+        return {}
+    drafts: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    if section.kind == "model":
+        # Pushes bring the policy's weights alone, so vLLM has to load those of the draft model.
+        loading = {"load_format": "auto"}
+        drafts = {"method": "draft_model", "model": section.model, "draft_load_config": loading}
+    return {"speculative_config": drafts | {"num_speculative_tokens": section.num_tokens}}
 
 
 def few_graphs(max_num_seqs: int) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _set_batches(get: ForeignArguments, done: Settings) -> None:
     if updated == updated and (batch * samples) % updated:
         done["ppo.minibatch_size"] = (
             TODO,
-            f"{origin} {updated:g}: a divisor of the {or_todo(batch * samples)} responses of a step",
+            f"{origin} {updated:g}: a divisor of a step's {or_todo(batch * samples)} responses",
         )
     most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
     epochs = get.number("train.num_episodes")

@@ -240,6 +240,19 @@ def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, 
         check(config)  # as many ids; nothing says that they mean something else
 
 
+def test_a_draft_model_needs_the_tokens_of_the_policy(here: Path):
+    engine = {"speculation": {"kind": "model", "model": "other"}}
+    check(config_of("ppo", rollout={"engine": engine}))
+    with_token("policy", pad_token="<spare>")
+    told = refusal(config_of("ppo", rollout={"engine": engine}))
+    assert told.startswith(
+        "rollout.engine.speculation.model (other): its vocabulary is not that of"
+    )
+    missing = {"speculation": {"kind": "model", "model": "./none"}}
+    told = refusal(config_of("ppo", rollout={"engine": missing}))
+    assert told.startswith("rollout.engine.speculation.model (./none): there is no such folder")
+
+
 def with_token(path: str, *, special: bool = True, rows: int = 0, **named: str) -> None:
     """Add a token to a folder's tokenizer, and rows to the embedding that its config tells."""
     tokenizer = load_tokenizer(path)

@@ -113,6 +113,25 @@ def test_the_choices_are_those_that_the_mathematics_has():
             "rollout.engine.quantization (fp8): vLLM quantises bfloat16 weights",
         ),
         (
+            {"rollout__engine__speculation": {"kind": "model"}},
+            "rollout.engine.speculation.model (None): ",
+        ),
+        (
+            {"rollout__engine__speculation": {"kind": "ngram"}, "rollout__top_p": 0.9},
+            "rollout.top_p (0.9): ",
+        ),
+        (
+            {"rollout__engine__speculation": {"kind": "ngram"}, "rollout__router_replay": "engine"},
+            "rollout.router_replay (engine): nobody has tried it",
+        ),
+        (
+            {
+                "rollout__engine__speculation": {"kind": "ngram"},
+                "model__lora": {"rank": 4, "push": "adapter"},
+            },
+            "rollout.engine.speculation.kind (ngram): nobody has tried adapters",
+        ),
+        (
             {"ppo__shaping__clip_low": 1.0, "ppo__shaping__clip_high": 0.0},
             "ppo.shaping.clip_low (1): ",
         ),

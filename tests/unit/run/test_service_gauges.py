@@ -27,6 +27,7 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     started_again = looks.metrics({"a": told(busy_s=1.0), "b": told(busy_s=9.0)})
 
     assert "perf/engine_idle_s" not in first
+    assert "perf/draft_acceptance" not in first
     assert second == {
         "perf/engine_queued": 1.5,
         "perf/engine_queued_max": 2.0,
@@ -39,3 +40,12 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     }
     assert started_again["perf/engine_preemptions"] == 0.0
     assert started_again["perf/engine_idle_s"] == 2.0
+
+
+def test_the_share_of_drafted_tokens_that_were_accepted_since_the_last_call():
+    looks = EnginesLoad()
+    first = looks.metrics({"a": told(drafted=100, accepted=50), "b": told()})
+    second = looks.metrics({"a": told(drafted=140, accepted=60), "b": told(drafted=10)})
+    started_again = looks.metrics({"a": told(drafted=8, accepted=8), "b": told(drafted=10)})
+    assert (first["perf/draft_acceptance"], second["perf/draft_acceptance"]) == (0.5, 0.2)
+    assert "perf/draft_acceptance" not in started_again

@@ -29,6 +29,15 @@ def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:
         validate_request(request, vocabulary_size=4, max_model_len=8, reads_text=False)
 
 
+@pytest.mark.parametrize("key", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_an_engine_that_speculates_refuses_truncation(key: dict[str, float]) -> None:
+    validate_request(replace(REQUEST, **key), vocabulary_size=4, max_model_len=8)
+    with pytest.raises(ValueError, match="cannot truncate the distribution"):
+        validate_request(
+            replace(REQUEST, **key), vocabulary_size=4, max_model_len=8, truncates=False
+        )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from raypo.config import ConfigError, EngineSection
+from raypo.config import ConfigError, EngineSection, SpeculationSection
 from raypo.serving import vllm_settings
 from raypo.serving.engine_sizes import cpu_sequence_bytes, default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_settings import (
@@ -88,6 +88,22 @@ def test_arguments_come_from_the_section(tmp_path) -> None:
     assert sized["gpu_memory_utilization"] == 0.01
     assert "kv_cache_memory_bytes" not in gpu
     assert not {"enforce_eager", "enable_chunked_prefill"} & gpu.keys()
+
+
+def test_a_draft_model_has_weights_and_a_cache_of_its_own(tmp_path) -> None:
+    folder = str(tiny_policy(tmp_path / "policy"))
+    drafter = str(tiny_policy(tmp_path / "drafter"))  # as large as the policy
+    speculation = SpeculationSection(kind="model", model=drafter, num_tokens=3)
+    shape: dict[str, Any] = {"dtype": "float32", "max_model_len": 20_000, "seed": 1}
+    shape |= {"device": "cpu"}
+    drafted = engine_arguments(folder, EngineSection(speculation=speculation), **shape)
+    plain = engine_arguments(folder, EngineSection(), **shape)
+    assert drafted["kv_cache_memory_bytes"] == 2 * plain["kv_cache_memory_bytes"]
+    assert drafted["load_format"] == "dummy"
+    speculative = drafted["speculative_config"]
+    assert speculative["draft_load_config"] == {"load_format": "auto"}
+    assert (speculative["model"], speculative["num_speculative_tokens"]) == (drafter, 3)
+    assert "speculative_config" not in plain
 
 
 def test_as_many_sequences_at_a_time_as_the_plan_counts_with(tmp_path) -> None:

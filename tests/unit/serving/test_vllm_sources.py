@@ -60,6 +60,10 @@ CLASSES: dict[str, dict[str, str]] = {
         "max_model_len": "=",
         "add_request": "request",
         "update_from_output": "scheduler_output, model_runner_output",
+        "make_spec_decoding_stats": (
+            "stats, num_draft_tokens=4, num_accepted_tokens=2, num_invalid_spec_tokens=None, "
+            "request_id=name"
+        ),
     },
     "v1/core/sched/async_scheduler.py:AsyncScheduler": {},
     "v1/core/sched/output.py:SchedulerOutput": {"num_scheduled_tokens": "="},
@@ -196,6 +200,9 @@ FUNCTIONS = {
         "finalize_layerwise_reload": "model, model_config",
     },
     "config/vllm.py": {"set_current_vllm_config": "vllm_config"},
+    "v1/sample/rejection_sampler.py": {
+        "expand_batch_to_tokens": "values, ends, num_tokens, replace_from=0, replace_to=1"
+    },
 }
 
 PASSAGES = {
@@ -207,6 +214,7 @@ PASSAGES = {
         "request.append_output_token_ids(output_token_id)",
         "request.async_tokens_to_discard = |request.num_stale_output_tokens = ",
     ],
+    "v1/sample/rejection_sampler.py": ["temperature = expand_batch_to_tokens("],
     "v1/core/sched/async_scheduler.py": [
         "request.num_output_placeholders -= len(new_token_ids)",
         "request, request.num_computed_tokens - request.num_output_placeholders",
