@@ -49,6 +49,24 @@ def test_a_missing_config_is_status_2(
     assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["sweep", "plan"])
+def test_a_constraint_that_no_trial_can_log_is_status_2(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    base = tmp_path / "ppo.yaml"
+    base.write_text(
+        "name: run\nmodel: {policy: none}\ndata: {prompts: no.jsonl}\neval: {prompts: no.jsonl}\n"
+        "reward: {function: no.py:score}\n"
+    )
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        f"name: s\nbase: {base}\nspace: {{seed: {{choice: [0, 1]}}}}\n"
+        "constraint: rollout/score_men >= 0\n"
+    )
+    assert exit_status(monkeypatch, command, sweep) == 2
+    assert "Did you mean rollout/score_mean?" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_status_2(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
