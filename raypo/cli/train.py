@@ -24,10 +24,12 @@ def train(
     from raypo.checks.input_checks import check_inputs
     from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
     from raypo.checks.row_checks import with_steps_of_epochs
+    from raypo.cluster.machine import check_machine
     from raypo.config import load_run_config
     from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
+    check_machine(run.cluster)
     notes = check_inputs(run)
     run = with_steps_of_epochs(run)
     files = RunFiles(run.storage_path, run.name)
