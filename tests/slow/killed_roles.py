@@ -34,24 +34,26 @@ class Now:
     is_evaluating = False
 
 
-def of_this_ray(title: str) -> list[psutil.Process]:
-    """Return the processes beside this one, which the same Ray has started."""
-    found = []
-    for process in psutil.Process().parent().children(recursive=True):
+def pid_of_actor(title: str) -> int:
+    """Return the id of the other process with this title that the same Ray has started."""
+    for process in psutil.Process().parent().children():
         with suppress(psutil.Error):
-            if title in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+            if process.pid != os.getpid() and title in " ".join(process.cmdline()):
+                return process.pid
+    raise LookupError(title)
 
 
 def pid_of_role() -> int:
-    if Now.role in SERVED:
-        return pid_of(f"raypo:{Now.role}:{Now.role}:0")
+    """Return the id of the process to kill; the first worker asks."""
+    if Now.role == "worker_0":
+        return os.getpid()
+    if Now.role == "worker_1":
+        return pid_of_actor("ray::RayTrainWorker")
     if Now.role == "controller":
-        return of_this_ray("ray::TrainController")[0].pid
+        return pid_of_actor("ray::TrainController")
     if Now.role == "driver":
         return psutil.Process().parent().ppid()
-    return int((Now.folder / f"{Now.role}.pid").read_text())
+    return pid_of(f"raypo:{Now.role}:{Now.role}:0")
 
 
 def reached(phase: str) -> None:
@@ -94,7 +96,6 @@ def note_run_and_step() -> None:
         config = self._run.config
         Now.folder = Path(config.storage_path) / config.name
         Now.step, Now.role = step, config.name
-        (Now.folder / f"worker_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
         return own(self, step, *args)
 
     def evaluate_policy(*args: Any, **named: Any) -> Any:
