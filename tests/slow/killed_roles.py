@@ -6,6 +6,7 @@ The name of the run is the role. The run's folder has the phases in which it was
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,7 @@ SERVED = ("engine", "reference", "reward_0")
 class Now:
     step, role, folder = 0, "", Path()
     is_evaluating = False
+    lock = threading.Lock()
 
 
 def pid_of_actor(title: str) -> int:
@@ -61,13 +63,14 @@ def reached(phase: str) -> None:
     if os.environ["RANK"] != "0" or not Now.role:
         return
     record = Now.folder / "killed.txt"
-    killed = record.read_text().splitlines() if record.exists() else []
-    if len(killed) < Now.step and PHASES[len(killed) :][:1] == [phase]:
-        pid = pid_of_role()
-        record.write_text("".join(f"{name}\n" for name in [*killed, phase]))
-        os.kill(pid, signal.SIGKILL)
-        if Now.role not in SERVED:
-            time.sleep(600)  # the run ends here, and with it this process
+    with Now.lock:  # several threads write a checkpoint
+        killed = record.read_text().splitlines() if record.exists() else []
+        if len(killed) < Now.step and PHASES[len(killed) :][:1] == [phase]:
+            pid = pid_of_role()
+            record.write_text("".join(f"{name}\n" for name in [*killed, phase]))
+            os.kill(pid, signal.SIGKILL)
+            if Now.role not in SERVED:
+                time.sleep(600)  # the run ends here, and with it this process
 
 
 def between(view: StepView) -> None:
