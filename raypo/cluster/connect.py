@@ -157,7 +157,7 @@ def _connect(section: ClusterSection) -> bool:
                 "raypo: starting a new Ray beside the one that runs on this machine "
                 f"({running}); cluster.address=auto uses the running one"
             )
-        _check_folders()
+        check_folders()
         # Processes of a local Ray inherit variables; a runtime_env would cost each process a
         # second.
         os.environ.update(worker_environment())
@@ -314,16 +314,26 @@ def _probe(address: str, source: str) -> None:
     _authenticate(address, source)
 
 
-def _check_folders() -> None:
+def _temporary_root() -> tuple[str, Path]:
+    """Return the variable that names Ray's root for temporary files, and the root."""
+    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
+    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
+    variable = named[0] if named else "RAY_TMPDIR"
+    return variable, Path(os.environ[variable] if named else "/tmp")
+
+
+def ray_temporary_folder() -> Path:
+    """Return the folder of a local Ray's sessions. Ray creates it."""
+    return _temporary_root()[1] / "ray"
+
+
+def check_folders() -> None:
     """Refuse to start a local Ray if it cannot write its files; its own errors name no remedy.
 
     Raises:
         ConfigError: names the variable that says where the files are.
     """
-    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
-    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
-    variable = named[0] if named else "RAY_TMPDIR"
-    root = Path(os.environ[variable] if named else "/tmp")
+    variable, root = _temporary_root()
     remedy = "Set RAY_TMPDIR to a short path of a folder that you may write to."
     if reason := _why_not_writable(root / "ray"):
         raise ConfigError(

@@ -49,7 +49,7 @@ def prepare_worker(num_workers: int) -> None:
         ConfigError: the worker cannot use its GPUs.
     """
     check_granted(num_workers)
-    if num_workers > 1 and GLOO_INTERFACE not in os.environ and _is_loopback(socket.gethostname()):
+    if num_workers > 1 and GLOO_INTERFACE not in os.environ and is_loopback(socket.gethostname()):
         name = interface_of(ray.util.get_node_ip_address())
         if name is not None:
             os.environ[GLOO_INTERFACE] = name
@@ -67,7 +67,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return True if a host's name leads to the loopback interface, or to no address."""
     try:
         return ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:  # gloo then uses the loopback interface
