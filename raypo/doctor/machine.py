@@ -7,12 +7,12 @@ from functools import partial
 
 from raypo.cluster.hardware import this_machine
 from raypo.config import AnyConfig
-from raypo.doctor import system
-from raypo.doctor.disks import disk_checks
-from raypo.doctor.gpus import gpu_checks
-from raypo.doctor.inputs import checkpoint_bytes
+from raypo.doctor import system_checks
+from raypo.doctor.disk_checks import disk_checks
+from raypo.doctor.gpu_checks import gpu_checks
 from raypo.doctor.result import Check
-from raypo.doctor.services import service_checks
+from raypo.doctor.run_checks import checkpoint_bytes
+from raypo.doctor.service_checks import service_checks
 from raypo.plan.fit import engine_config
 
 
@@ -35,13 +35,13 @@ def machine_checks(
         num_gpus = min(num_gpus, max(config.learner.num_workers, sharded))
     checks = [
         *gpu_checks(config),
-        Check("shared memory", partial(system.shared_memory, num_gpus)),
-        Check("gloo's address", partial(system.gloo, num_nodes, node)),
-        Check("ports", partial(system.ports, config, ports)),
-        Check("open files", system.open_files),
-        Check("processes", system.processes),
-        Check("compiler", partial(system.compiler, config)),
-        Check("sandbox", partial(system.sandbox, config)),
+        Check("shared memory", partial(system_checks.shared_memory, num_gpus)),
+        Check("gloo's address", partial(system_checks.gloo, num_nodes, node)),
+        Check("ports", partial(system_checks.ports, config, ports)),
+        Check("open files", system_checks.open_files),
+        Check("processes", system_checks.processes),
+        Check("compiler", partial(system_checks.compiler, config)),
+        Check("sandbox", partial(system_checks.sandbox, config)),
         *disk_checks(config, lambda: checkpoint_bytes(config, here) if config else 0),
     ]
     return checks + (service_checks(config) if config is not None else [])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from raypo.cluster.hardware import this_machine
 from raypo.config import AnyConfig, ClusterSection, ConfigError, load_run_config
-from raypo.doctor.inputs import input_checks, reward_check
 from raypo.doctor.machine import machine_checks
 from raypo.doctor.result import STATUSES, Result, ok, refused, run_checks
+from raypo.doctor.run_checks import input_checks, reward_check
 from raypo.storage.summary import installed_versions
 
 INDENT = " " * 10
@@ -64,7 +64,7 @@ def _on_cluster(
 
     from raypo.cluster.connect import connect
     from raypo.cluster.resources import cluster_nodes
-    from raypo.doctor.cluster import check_nodes
+    from raypo.doctor.node_checks import check_nodes
 
     connected_here = connect(section)
     try:

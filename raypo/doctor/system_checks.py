@@ -17,7 +17,7 @@ import psutil
 
 from raypo.cluster.devices import SHARED_MEMORY, check_shared_memory
 from raypo.cluster.hardware import CGROUP, GB, memory_bytes
-from raypo.cluster.torch_config import GLOO_INTERFACE, interface_of, is_loopback
+from raypo.cluster.network import GLOO_INTERFACE, interface_of, is_loopback
 from raypo.config import AnyConfig, OnlineConfig
 from raypo.custom.loader import source_files
 from raypo.doctor.result import Result, fault, ok, skipped, warning

@@ -83,7 +83,6 @@ def hub(models: list[str]) -> Result:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
 
@@ -111,15 +110,9 @@ def hub(models: list[str]) -> Result:
                 "Log in anew (hf auth login), correct HF_TOKEN, or unset it.",
             )
         return _hub_is_away(api.endpoint, f"status {status}")
-    except (OSError, OfflineModeIsEnabled, _http_error()) as error:
+    except Exception as error:  # of httpx or its successor, by the version of huggingface_hub
         return _hub_is_away(api.endpoint, type(error).__name__)
     return ok(f"{api.endpoint}: {user}")
-
-
-def _http_error() -> type[Exception]:
-    import httpx
-
-    return httpx.HTTPError
 
 
 def _hub_is_away(endpoint: str, reason: str) -> Result:
