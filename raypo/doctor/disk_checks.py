@@ -84,6 +84,8 @@ def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) ->
         remedy: Remedy if it lacks space or cannot be written to.
         needed: Function that returns the bytes that will be written there.
     """
+    if path.exists() and not path.is_dir():
+        return fault(f"{path}: is a file", "A run cannot write its files there.", remedy)
     existing = _existing(path)
     free = shutil.disk_usage(existing).free
     try:

@@ -89,9 +89,10 @@ def _bytes(mebibytes: str) -> int:
 def gpu_checks(config: AnyConfig | None) -> list[Check]:
     """Return the checks of this machine's GPUs. Without a GPU they import no torch."""
     use_gpu = "auto" if config is None else config.learner.use_gpu
+    dtype = config.with_dtype(use_gpu=use_gpu is not False).model.dtype if config else "float32"
     limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
     return [
-        Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu), limit_s),
+        Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu, dtype), limit_s),
         Check("GPU memory", partial(gpu_memory, partial(needed_gpu_bytes, config)), limit_s),
         Check("CUDA IPC", partial(_with_gpus, 1, ipc), limit_s),
         Check("NCCL", partial(_with_gpus, 2, links), limit_s),
@@ -106,12 +107,13 @@ def _with_gpus(least: int, function: Callable[..., Result], *args: Any) -> Resul
     return call_in_subprocess(function, gpus, *args, limit_s=PROCESS_LIMIT_S)
 
 
-def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str) -> Result:
+def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result:
     """Compare the driver with torch's CUDA.
 
     Args:
         gpus: The GPUs.
         use_gpu: `learner.use_gpu`.
+        dtype: Data type of the run's models.
     """
     import torch
 
@@ -124,7 +126,7 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str) -> Result:
         )
     if not torch.cuda.is_available():  # learner.use_gpu is false
         return ok(f"{len(gpus)} GPUs are not used")
-    check_capability("bfloat16" if use_gpu is not False else "float32")
+    check_capability(dtype)
     return ok(f"{len(gpus)}x {gpus[0].name}, torch {torch.__version__}")
 
 

@@ -19,8 +19,8 @@ from raypo.concurrency import daemon_future
 from raypo.config import ConfigError
 from raypo.custom.in_subprocess import CallTooSlowError
 
-LIMIT_S = 5.0
-"""Time limit of a check."""
+LIMIT_S = 10.0
+"""Time limit of a check. Checks take less than 5 s on a machine that is not overloaded."""
 PROCESS_LIMIT_S = 60.0
 """Time limit of a process that loads torch, transformers or the user's code."""
 

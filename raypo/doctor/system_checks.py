@@ -139,13 +139,13 @@ def ports(config: AnyConfig | None, wanted: Sequence[int]) -> Result:
         config: Config of the run, or None.
         wanted: Ports that the user will need.
     """
-    places = [("127.0.0.1", port) for port in wanted]
+    places = [("", port) for port in wanted]  # on every address
     if isinstance(config, OnlineConfig) and config.rollout.has_agent:
         places.append((config.rollout.endpoint_host, 0))
     for host, port in places:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            socket.create_server((host if not port else "", port), family=family).close()
+            socket.create_server((host, port), family=family).close()
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             if port:

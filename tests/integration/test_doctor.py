@@ -15,8 +15,10 @@ from raypo.config import load_run_config
 from raypo.doctor.gpu_checks import measure_links, pass_tensor
 from raypo.doctor.result import Result, run_checks
 from raypo.doctor.run_checks import reward_check
+from raypo.doctor.service_checks import service_checks
 from tests.integration.ray_cluster import Host, started_cluster
 from tests.integration.task import REPOSITORY, write_task
+from tests.unit.rewards.scripted_server import scripted
 
 FUNCTIONS = """
 import time
@@ -121,6 +123,25 @@ def test_links_are_measured_by_processes_over_gloo():
 
 def test_a_tensor_reaches_another_process():
     pass_tensor("cpu")
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "fault")])
+def test_the_key_of_wandb_is_tried_and_not_printed(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, expected: str
+):
+    pytest.importorskip("wandb")
+    viewer = {"id": "1", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}
+    key = "5391" * 10
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    config = load_run_config(task, ["logging.wandb.project=p"])
+    with scripted(lambda body, number: (status, {"data": {"viewer": viewer}})) as (url, requests):
+        monkeypatch.setenv("WANDB_BASE_URL", url.removesuffix("/score"))
+        (result,) = run_checks(service_checks(config))
+    assert requests
+    assert result.status == expected
+    assert key not in str(result)
 
 
 @pytest.mark.filterwarnings("ignore")

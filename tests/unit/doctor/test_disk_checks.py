@@ -32,6 +32,12 @@ def test_a_healthy_folder_is_measured_and_left_as_it_was(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_place_of_a_folder(tmp_path: Path):
+    (tmp_path / "runs").touch()
+    result = folder(tmp_path / "runs", "Free it.")
+    assert (result.status, result.found) == ("fault", f"{tmp_path}/runs: is a file")
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs without any free space."""

@@ -119,9 +119,9 @@ def test_a_torch_for_cpus_on_a_machine_with_gpus():
     gpus = [GpuMemory(0, "GPU-0", H100, 80 << 30, 0)]
     if torch.version.cuda is not None:
         pytest.skip("this torch is built for GPUs")
-    assert driver(gpus, "auto").status == "warning"
+    assert driver(gpus, "auto", "float32").status == "warning"
     with pytest.raises(ConfigError, match="has 1 GPU"):
-        driver(gpus, True)
+        driver(gpus, True, "float32")
 
 
 def test_links_are_compared_with_the_data_sheet():
