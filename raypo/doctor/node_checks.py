@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,16 @@ class NodeDoctor:
         return installed_versions(), Path(mark).exists()
 
     def results(self, config: AnyConfig | None, num_nodes: int, node: str) -> list[Result]:
-        """Make the checks of this machine."""
-        return run_checks(machine_checks(config, num_nodes=num_nodes, node=node), node=node)
+        """Make the checks of this machine. `node` is its name in the results."""
+        address = ray.util.get_node_ip_address()
+        return run_checks(machine_checks(config, num_nodes=num_nodes, node=address), node=node)
 
 
 def check_nodes(config: AnyConfig | None) -> list[Result]:
     """Make the checks of each node of the connected cluster, and compare the nodes."""
+    if config is not None:  # the actors have other current folders
+        storage = {"storage_path": config.absolute_storage_path}
+        config = config.with_absolute_paths().model_copy(update=storage)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     addresses = [node["NodeManagerAddress"] for node in nodes]
     if len(set(addresses)) < len(nodes):  # several on one machine, as in tests
@@ -103,19 +107,20 @@ def _check_nodes(config: AnyConfig | None, actors: Mapping[str, Any]) -> list[Re
             results.append(_dead(address, error))
     pending = {a: actor.results.remote(config, len(actors), a) for a, actor in alive.items()}
     facts: dict[str, NodeFacts] = {}
-    with _Mark(config) as mark:
+    with _mark(config) as mark:
         for address, actor in alive.items():
             with suppress(ray.exceptions.RayError):  # the node's checks report it below
-                facts[address] = _facts_of(actor, mark.path)
+                facts[address] = _facts_of(actor, mark)
     for address, answer in pending.items():
         try:
             results += ray.get(answer, timeout=PROCESS_LIMIT_S + 10.0)
         except ray.exceptions.RayError as error:
             results.append(_dead(address, error))
-    compared = [versions_equal(facts), clocks(facts, at_uri=mark.at_uri)]
+    at_uri = config is not None and is_uri(config.storage_path)
+    results += [versions_equal(facts), clocks(facts, at_uri=at_uri)]
     if config is not None:
-        compared.append(shared_folder(facts, config.storage_path))
-    return [*results, *compared]
+        results.append(shared_folder(facts, config.storage_path))
+    return results
 
 
 def _dead(address: str, error: Exception) -> Result:
@@ -141,26 +146,21 @@ def _facts_of(actor: Any, mark: str) -> NodeFacts:
     return NodeFacts(versions, ahead_s, trip_s / 2, sees_mark)
 
 
-class _Mark:
-    """File below `storage_path` that every node should see, while the context is open."""
-
-    def __init__(self, config: AnyConfig | None) -> None:
-        self.at_uri = config is not None and is_uri(config.storage_path)
-        folder = None if config is None or self.at_uri else config.absolute_storage_path
-        self.path = ""
-        if folder is not None:
-            existing = next(p for p in (Path(folder), *Path(folder).parents) if p.is_dir())
-            self.path = str(existing / f"{TEMPORARY}doctor-{os.urandom(8).hex()}")
-
-    def __enter__(self) -> _Mark:
-        if self.path:
-            with suppress(OSError):  # the check of storage_path reports it
-                Path(self.path).touch()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.path:
-            Path(self.path).unlink(missing_ok=True)
+@contextmanager
+def _mark(config: AnyConfig | None) -> Iterator[str]:
+    """Write a file below `storage_path` that every node should see, and yield its path."""
+    if config is None or is_uri(config.storage_path):
+        yield ""
+        return
+    folder = Path(config.absolute_storage_path)
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    mark = existing / f"{TEMPORARY}doctor-{os.urandom(8).hex()}"
+    with suppress(OSError):  # the check of storage_path reports it
+        mark.touch()
+    try:
+        yield str(mark)
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def versions_equal(facts: Mapping[str, NodeFacts]) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +23,11 @@ from raypo.cluster.placement import takes_gpus
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig, functions_of
 from raypo.custom.in_subprocess import CallTooSlowError, call_in_subprocess
 from raypo.doctor.result import PROCESS_LIMIT_S, Check, Result, fault, ok, skipped, warning
-from raypo.plan.fit import Plan, make_plan
+from raypo.plan.fit import make_plan
 from raypo.storage.run_files import RunFiles
 
-SLOW_CALL_S = 10.0
-"""Seconds for three made-up responses above which a reward function counts as slow."""
+SLOW_MS = 1000.0
+"""Milliseconds for a response above which a reward function counts as slow."""
 
 
 def input_checks(config: AnyConfig, nodes: Sequence[Node], *, is_here: bool) -> list[Check]:
@@ -85,11 +86,11 @@ def _fit(config: AnyConfig, nodes: Sequence[Node]) -> Result:
 def checkpoint_bytes(config: AnyConfig, nodes: Sequence[Node]) -> int:
     """Return the predicted size of the checkpoints that a run keeps, with one being written."""
     try:
-        plan: Plan = make_plan(config, nodes or [Node("any")])
+        plan = make_plan(config, nodes)
     except ConfigError:  # reported by the check of the fit
         return 0
     snapshots = sum(load.snapshot for load in plan.loads if not load.is_gpu)
-    return snapshots * ((config.checkpoint.keep or 1) + 1)
+    return snapshots * (config.checkpoint.keep + 1)
 
 
 def _run_folder(config: AnyConfig) -> Result:
@@ -158,12 +159,13 @@ def _try_reward(path: Path, overrides: Sequence[str], limit_s: float, *, may_fai
         return fault(found, meaning, f"{remedy} Score it, or raise reward.max_failed_fraction.")
     if notes := [line.strip() for line in lines if line.startswith("  Note: ")]:
         return warning(notes[0].removeprefix("Note: "), "The run may learn nothing.", remedy)
-    calls = [line.strip() for line in lines if " s for a call with " in line]
-    slow = [call for call in calls if float(call.split(": ")[1].split()[0]) > SLOW_CALL_S]
-    if slow:
-        meaning = "A step scores far more responses than these."
-        return warning(slow[0], meaning, "Make it faster, or set reward.processes.")
-    return ok(calls[0] if calls else "scored three rows")
+    calls = re.findall(r"\S+: \S+ s for a call with \d+ responses, (\S+) ms each", "\n".join(lines))
+    slowest_ms = max(map(float, calls), default=0.0)
+    if slowest_ms > SLOW_MS:
+        meaning = "A step scores far more responses, and its samples wait for their scores."
+        remedy = "Make the function faster, or let reward.processes call it side by side."
+        return warning(f"{slowest_ms / 1000:.3g} s for each response", meaning, remedy)
+    return ok(f"at most {slowest_ms:.3g} ms for each response")
 
 
 def _lines(file: IO[str]) -> list[str]:

@@ -32,6 +32,10 @@ def nan(rollouts):
 def same(rollouts):
     return [0.5 for _ in rollouts]
 
+def slow(rollouts):
+    time.sleep(1.1 * len(rollouts))
+    return [float(len(r.response)) for r in rollouts]
+
 def hangs(rollouts):
     time.sleep(600)
 """
@@ -106,6 +110,11 @@ def test_a_reward_function_that_scores_all_alike(task: Path):
     assert (result.status, "no right answer" in result.found) == ("warning", True)
 
 
+def test_a_slow_reward_function(task: Path):
+    result = tried(task, "slow")
+    assert (result.status, "s for each response" in result.found) == ("warning", True)
+
+
 def test_a_reward_function_that_hangs_is_ended(task: Path):
     begin = time.monotonic()
     result = tried(task, "hangs", limit_s=30.0)
@@ -125,9 +134,17 @@ def test_a_tensor_reaches_another_process():
     pass_tensor("cpu")
 
 
-@pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "fault")])
+@pytest.mark.parametrize(
+    ("status", "mode", "expected"),
+    [(200, "online", "ok"), (401, "online", "fault"), (200, "disabled", "skipped")],
+)
 def test_the_key_of_wandb_is_tried_and_not_printed(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, expected: str
+    task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    mode: str,
+    expected: str,
 ):
     pytest.importorskip("wandb")
     viewer = {"id": "1", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}
@@ -135,12 +152,13 @@ def test_the_key_of_wandb_is_tried_and_not_printed(
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_MODE", mode)
     config = load_run_config(task, ["logging.wandb.project=p"])
     with scripted(lambda body, number: (status, {"data": {"viewer": viewer}})) as (url, requests):
         monkeypatch.setenv("WANDB_BASE_URL", url.removesuffix("/score"))
         (result,) = run_checks(service_checks(config))
-    assert requests
     assert result.status == expected
+    assert bool(requests) == (mode == "online")
     assert key not in str(result)
 
 

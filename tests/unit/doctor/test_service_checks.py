@@ -190,5 +190,3 @@ def test_a_machine_that_is_not_logged_in_at_wandb(tmp_path: Path, monkeypatch: p
     result = service_checks.wandb()
     assert result.status == "fault"
     assert "wandb login" in result.remedy
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert service_checks.wandb().status == "skipped"
