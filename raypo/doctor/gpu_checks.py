@@ -299,7 +299,7 @@ def measure_links(backend: str, size: int, *, message_bytes: int = MESSAGE_BYTES
 
     with tempfile.TemporaryDirectory() as folder:
         args = (backend, size, message_bytes, folder)
-        torch.multiprocessing.spawn(_measure, args, nprocs=size)
+        torch.multiprocessing.start_processes(_measure, args, nprocs=size, start_method="spawn")
         values = [float(path.read_text()) for path in sorted(Path(folder).glob("*.gbs"))]
     all_reduce, point_to_point = values
     return Links(all_reduce, point_to_point)
@@ -317,7 +317,7 @@ def _measure(rank: int, backend: str, size: int, message_bytes: int, folder: str
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        store=dist.FileStore(f"{folder}/store", size),
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
@@ -333,6 +333,7 @@ def _measure(rank: int, backend: str, size: int, message_bytes: int, folder: str
             work.wait()
 
     def seconds(work: Callable[[], Any]) -> float:
+        begin = 0.0
         for number in range(ROUNDS + 1):
             if number <= 1:  # the first round connects the processes
                 dist.barrier()

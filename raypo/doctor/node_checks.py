@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.config import AnyConfig
@@ -109,12 +110,12 @@ def _check_nodes(config: AnyConfig | None, actors: Mapping[str, Any]) -> list[Re
     facts: dict[str, NodeFacts] = {}
     with _mark(config) as mark:
         for address, actor in alive.items():
-            with suppress(ray.exceptions.RayError):  # the node's checks report it below
+            with suppress(RayError):  # the node's checks report it below
                 facts[address] = _facts_of(actor, mark)
     for address, answer in pending.items():
         try:
             results += ray.get(answer, timeout=PROCESS_LIMIT_S + 10.0)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             results.append(_dead(address, error))
     at_uri = config is not None and is_uri(config.storage_path)
     results += [versions_equal(facts), clocks(facts, at_uri=at_uri)]
@@ -139,7 +140,7 @@ def _facts_of(actor: Any, mark: str) -> NodeFacts:
     trips = []
     for _ in range(5):
         begin = time.time()
-        there = ray.get(actor.now.remote(), timeout=PROCESS_LIMIT_S)
+        there: Any = ray.get(actor.now.remote(), timeout=PROCESS_LIMIT_S)
         trips.append((time.time() - begin, there - (begin + time.time()) / 2))
     trip_s, ahead_s = min(trips)
     versions, sees_mark = ray.get(actor.facts.remote(mark), timeout=PROCESS_LIMIT_S)

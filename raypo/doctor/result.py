@@ -116,4 +116,5 @@ def refused(error: Exception) -> Result:
     The error says `key (value): rule. Remedy.`
     """
     rule, _, remedy = re.sub(r"(?<=\.) (?=[A-Z])", "\n\n", str(error), count=1).partition("\n\n")
-    return fault(rule, "The run would refuse to start with this error.", remedy)
+    meaning = "The run would refuse to start with this error."
+    return fault(rule, meaning, remedy or "Correct the value in the run file.")

@@ -49,9 +49,9 @@ def service_checks(config: AnyConfig) -> list[Check]:
     if isinstance(config, OnlineConfig):
         for url in config.reward.url or ():
             checks.append(Check(f"reward server {url}", partial(reward_server, url)))
-        judge = config.reward.judge
-        for url in (judge and judge.url) or ():
-            checks.append(Check(f"judge {url}", partial(judge_server, url, judge)))
+        if (judge := config.reward.judge) is not None:
+            for url in judge.url or ():
+                checks.append(Check(f"judge {url}", partial(judge_server, url, judge)))
     return checks
 
 
@@ -86,7 +86,7 @@ def hub(models: list[str]) -> Result:
         RepositoryNotFoundError,
     )
 
-    api, user = HfApi(), "no token, so only public repositories"
+    api, user, model = HfApi(), "no token, so only public repositories", ""
     if constants.HF_HUB_OFFLINE:
         return skipped("HF_HUB_OFFLINE is set: files are read from the local cache")
     try:
