@@ -299,7 +299,9 @@ def measure_links(backend: str, size: int, *, message_bytes: int = MESSAGE_BYTES
 
     with tempfile.TemporaryDirectory() as folder:
         args = (backend, size, message_bytes, folder)
-        torch.multiprocessing.start_processes(_measure, args, nprocs=size, start_method="spawn")
+        torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            _measure, args, nprocs=size, start_method="spawn"
+        )
         values = [float(path.read_text()) for path in sorted(Path(folder).glob("*.gbs"))]
     all_reduce, point_to_point = values
     return Links(all_reduce, point_to_point)

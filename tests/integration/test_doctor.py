@@ -34,7 +34,7 @@ def same(rollouts):
 
 def slow(rollouts):
     time.sleep(1.1 * len(rollouts))
-    return [float(len(r.response)) for r in rollouts]
+    return [float(r.response == r.label) for r in rollouts]
 
 def hangs(rollouts):
     time.sleep(600)
