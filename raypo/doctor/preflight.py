@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from raypo.cluster.hardware import this_machine
@@ -66,7 +68,8 @@ def _on_cluster(
     from raypo.cluster.resources import cluster_nodes
     from raypo.doctor.node_checks import check_nodes
 
-    connected_here = connect(section)
+    with redirect_stdout(sys.stderr):  # it tells which Ray is used
+        connected_here = connect(section)
     try:
         results = check_nodes(config)
         if config is not None and path is not None:
