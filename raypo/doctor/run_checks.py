@@ -103,7 +103,8 @@ def _run_folder(config: AnyConfig) -> Result:
     if not files.exists():
         return ok(f"{files.location} is new")
     files.check_writable()
-    return ok(f"{files.location}: the run resumes after step {files.last_step()}")
+    done = files.last_step()
+    return ok(f"{files.location}: " + (f"it goes on after step {done}" if done else "no step yet"))
 
 
 def reward_check(
