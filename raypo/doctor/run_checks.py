@@ -159,15 +159,19 @@ def _try_reward(path: Path, overrides: Sequence[str], limit_s: float, *, may_fai
             return warning(found, meaning, remedy)
         meaning = "Such a sample ends a run, because reward.max_failed_fraction is 0."
         return fault(found, meaning, f"{remedy} Score it, or raise reward.max_failed_fraction.")
-    if notes := [line.strip() for line in lines if line.startswith("  Note: ")]:
-        return warning(notes[0].removeprefix("Note: "), "The run may learn nothing.", remedy)
-    calls = re.findall(r"\S+: \S+ s for a call with \d+ responses, (\S+) ms each", "\n".join(lines))
+    text = "\n".join(lines)
+    notes = re.findall(r"^  Note: (.*)", text, re.MULTILINE)
+    # A function that judges something else than the answer, such as the length, is no mistake.
+    if notes and len(set(re.findall(r"  score (\S+)", text))) == 1:
+        found = f"right, empty and wrong responses have the same score: {notes[0]}"
+        return warning(found, "The run may learn nothing.", remedy)
+    calls = re.findall(r"\S+: \S+ s for a call with \d+ responses, (\S+) ms each", text)
     slowest_ms = max(map(float, calls), default=0.0)
     if slowest_ms > SLOW_MS:
         meaning = "A step scores far more responses, and its samples wait for their scores."
         remedy = "Make the function faster, or let reward.processes call it side by side."
         return warning(f"{slowest_ms / 1000:.3g} s for each response", meaning, remedy)
-    return ok(f"at most {slowest_ms:.3g} ms for each response")
+    return ok("; ".join([f"at most {slowest_ms:.3g} ms for each response", *notes]))
 
 
 def _lines(file: IO[str]) -> list[str]:
