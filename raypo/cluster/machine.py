@@ -71,16 +71,26 @@ def check_address(address: str, source: str) -> None:
         )
 
 
+def ray_temporary_folder() -> Path:
+    """Return the folder of a local Ray's sessions. Ray creates it."""
+    return _temporary_root()[1] / "ray"
+
+
+def _temporary_root() -> tuple[str, Path]:
+    """Return the variable that names Ray's root for temporary files, and the root."""
+    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
+    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
+    variable = named[0] if named else "RAY_TMPDIR"
+    return variable, Path(os.environ[variable] if named else "/tmp")
+
+
 def check_folders() -> None:
     """Refuse to start a local Ray if it cannot write its files; its own errors name no remedy.
 
     Raises:
         ConfigError: names the variable that says where the files are.
     """
-    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
-    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
-    variable = named[0] if named else "RAY_TMPDIR"
-    root = Path(os.environ[variable] if named else "/tmp")
+    variable, root = _temporary_root()
     remedy = "Set RAY_TMPDIR to a short path of a folder that you may write to."
     if reason := _why_not_writable(root / "ray"):
         raise ConfigError(
