@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from raypo.cluster.machine import check_folders, ray_temporary_folder
 from raypo.cluster.hardware import GB
+from raypo.cluster.machine import check_folders, ray_temporary_folder
 from raypo.config import AnyConfig
 from raypo.config.paths import is_uri
 from raypo.doctor.result import Check, Result, fault, ok, warning

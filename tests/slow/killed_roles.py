@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.replica import ReplicaClient
 from raypo.learner.learner import Learner
 from raypo.run import rollouts
 from raypo.run.callbacks import StepView
@@ -36,9 +36,15 @@ class Now:
     lock = threading.Lock()
 
 
+def parent() -> psutil.Process:
+    raylet = psutil.Process().parent()
+    assert raylet is not None
+    return raylet
+
+
 def pid_of_actor(title: str) -> int:
     """Return the id of the other process with this title that the same Ray has started."""
-    for process in psutil.Process().parent().children():
+    for process in parent().children():
         with suppress(psutil.Error):
             if process.pid != os.getpid() and title in " ".join(process.cmdline()):
                 return process.pid
@@ -54,7 +60,7 @@ def pid_of_role() -> int:
     if Now.role == "controller":
         return pid_of_actor("ray::TrainController")
     if Now.role == "driver":
-        return psutil.Process().parent().ppid()
+        return parent().ppid()
     return pid_of(f"raypo:{Now.role}:{Now.role}:0")
 
 
@@ -108,7 +114,8 @@ def note_run_and_step() -> None:
         finally:
             Now.is_evaluating = False
 
-    Rollouts.take, rollouts.evaluate_policy = take, evaluate_policy
+    Rollouts.take = take  # pyright: ignore[reportAttributeAccessIssue]
+    rollouts.evaluate_policy = evaluate_policy
 
 
 def kill_in_phases() -> None:
@@ -118,7 +125,7 @@ def kill_in_phases() -> None:
     reach(ReferenceClient, "log_probs", "scoring")
     reach(Learner, "_step", "update")
     is_bucket = lambda _, method, *args: method is Engine.load_bucket  # noqa: E731
-    reach(DeploymentHandle, "control", "push", when=is_bucket)
+    reach(ReplicaClient, "control", "push", when=is_bucket)
     reach(DigestedFile, "write", "checkpoint")
 
 
