@@ -42,8 +42,10 @@ from raypo.custom.in_subprocess import call_in_subprocess
 from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
 from raypo.inputs import functions_of_user
+from raypo.models.model_files import stored_files, tensor_bytes
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.serving.vllm_arguments import check_extra, check_head_dtype, check_router_replay
+from raypo.storage.folder import existing_parent
 from raypo.tracking.sinks import check_installed
 
 
@@ -91,7 +93,6 @@ def check_inputs(
     notes += _notes_on_elastic(config)
     if on_this_machine:
         _check_cpus(config)
-        check_disk(config)
     return notes
 
 
@@ -224,16 +225,21 @@ def _check_cpus(config: Any) -> None:
 def check_disk(config: AnyConfig) -> None:
     """Refuse a disk that has no room for the trained policy, the least that a run writes.
 
+    A finished run writes nothing, so this follows `is_finished`.
+
     Raises:
         ConfigError: the weights of `model.policy` are larger than the free space.
     """
-    policy, storage = Path(config.model.policy).expanduser(), Path(config.absolute_storage_path)
+    policy = Path(config.model.policy).expanduser()
     if is_uri(config.storage_path) or not policy.is_dir() or config.model.lora:
         return
-    root = next(folder for folder in (storage, *storage.parents) if folder.is_dir())
-    free = shutil.disk_usage(root).free
-    size = sum(file.stat().st_size for file in policy.glob("model*.safetensors"))
-    if size > free:
+    usage = shutil.disk_usage(existing_parent(Path(config.absolute_storage_path)))
+    size = sum(
+        tensor_bytes(file, in_float32=config.model.dtype == "float32")
+        for file in stored_files(policy, "model.policy")
+    )
+    free = usage.free
+    if size > free and usage.total:  # some network file systems report that they have 0 bytes
         raise ConfigError(
             f"storage_path ({config.storage_path}): {free / 1e9:.3g} GB are free there, but the "
             f"trained policy alone takes {size / 1e9:.3g} GB, and a checkpoint several times as "

@@ -38,9 +38,16 @@ def doctor(
 
     Exit status 1 means that the run would fail.
     """
+    from raypo.custom.in_subprocess import descendants, kill
     from raypo.doctor.preflight import as_json, lines, preflight, verdict
 
-    results = preflight(config, overrides or (), cluster=cluster, ports=port or ())
+    before, has_left = set(descendants(os.getpid())), True
+    try:
+        results = preflight(config, overrides or (), cluster=cluster, ports=port or ())
+        has_left = any(result.is_hung for result in results)
+    finally:
+        if has_left:  # processes of a check that hangs, or of all after Ctrl-C
+            kill(*(pid for pid in descendants(os.getpid()) if pid not in before))
     if as_list:
         typer.echo(as_json(results))
     else:

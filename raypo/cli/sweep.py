@@ -37,7 +37,7 @@ def sweep(
     from raypo.extras import require
 
     require("sweep", "raypo sweep")
-    from raypo.checks.input_checks import check_inputs
+    from raypo.checks.input_checks import check_disk, check_inputs
     from raypo.checks.resume_checks import check_outside
     from raypo.cluster.machine import check_machine
     from raypo.config.sweep_config import SweepConfig
@@ -66,6 +66,7 @@ def sweep(
                     f"starts over."
                 )
                 return
+        check_disk(base)
         from raypo.tuning.sweep_file import run_sweep  # imports Ray and torch
 
         outcome = run_sweep(config, base, files, fresh=fresh)

@@ -21,7 +21,7 @@ def train(
     ] = False,
 ) -> None:
     """Start a run, resume an interrupted run, or report that it is finished."""
-    from raypo.checks.input_checks import check_inputs
+    from raypo.checks.input_checks import check_disk, check_inputs
     from raypo.checks.resume_checks import (
         check_fresh_start,
         check_run_folder,
@@ -34,10 +34,12 @@ def train(
     from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
-    check_machine(run.cluster)
+    files = RunFiles(run.storage_path, run.name)
+    may_be_finished = not fresh and (files.summary() or {}).get("status") == "finished"
+    if not may_be_finished:  # a finished run needs no Ray
+        check_machine(run.cluster)
     notes = check_inputs(run)
     run = with_steps_of_epochs(run)
-    files = RunFiles(run.storage_path, run.name)
     if fresh:
         check_fresh_start(run, files)
     else:
@@ -45,6 +47,9 @@ def train(
         if is_finished(files, run):
             typer.echo(finished_message(files, run, fresh="--fresh"))
             return
+    if may_be_finished:
+        check_machine(run.cluster)
+    check_disk(run)
     files.check_writable()
     from raypo.cluster.connect import connecting  # imports Ray
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from raypo.config import ConfigError
@@ -28,6 +30,23 @@ _PROGRAM = (
 
 class CallTooSlowError(ConfigError):
     """A call exceeded its time limit, and its process was killed."""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have started."""
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:  # it has ended
+        return []
+
+
+def kill(*pids: int) -> None:
+    """Kill processes, of which some may have ended."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | None = None) -> T:
@@ -51,15 +70,21 @@ def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | 
     # The answer is a file and not a pipe: processes that the user's code leaves behind would keep
     # a pipe open.
     with tempfile.TemporaryFile() as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=file
+        )
         try:
-            status = subprocess.run(
-                [sys.executable, "-c", _PROGRAM], input=call, stdout=file, timeout=limit_s
-            ).returncode
+            process.communicate(call, timeout=limit_s)
         except subprocess.TimeoutExpired:
             raise CallTooSlowError(
                 f"importing the functions of the config took longer than {limit_s:g} s. Load "
                 "models in the first call of a function, and not when its file is imported."
             ) from None
+        finally:  # also after Ctrl-C
+            if process.poll() is None:
+                kill(*descendants(process.pid), process.pid)
+                process.wait()
+        status = process.returncode
         file.seek(0)
         content = file.read()
     if not content:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from raypo.config import AnyConfig
 from raypo.config.paths import is_uri
 from raypo.doctor.result import Check, Result, fault, ok, warning
 from raypo.models.compiled import FOLDERS, cache_folder
-from raypo.storage.folder import TEMPORARY, open_storage
+from raypo.storage.folder import TEMPORARY, existing_parent, open_storage
 
 TRIAL_BYTES = 4 << 20
 SLOW_S = 2.0
@@ -55,7 +56,7 @@ def _ray_folder() -> Result:
     check_folders()
     path = ray_temporary_folder()
     result = folder(path, f"{FREE_SPACE} (RAY_TMPDIR).")
-    usage = shutil.disk_usage(_existing(path))
+    usage = shutil.disk_usage(existing_parent(path))
     if result.status == "ok" and usage.used > RAY_FULL * (usage.used + usage.free):
         return warning(
             f"{path}: {usage.used / (usage.used + usage.free):.0%} of the disk are used",
@@ -84,9 +85,9 @@ def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) ->
         remedy: Remedy if it lacks space or cannot be written to.
         needed: Function that returns the bytes that will be written there.
     """
-    if path.exists() and not path.is_dir():
+    existing = existing_parent(path)
+    if existing != path and path.exists():
         return fault(f"{path}: is a file", "A run cannot write its files there.", remedy)
-    existing = _existing(path)
     free = shutil.disk_usage(existing).free
     try:
         with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}doctor-", dir=existing) as name:
@@ -106,10 +107,6 @@ def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) ->
     if write_s > SLOW_S:
         return warning(found, "Checkpoints and logs are slow to write.", "Use a faster disk.")
     return ok(found)
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def _try_files(folder: Path) -> tuple[float, str]:
@@ -155,6 +152,7 @@ def uri(location: str) -> Result:
             if stream.read() != content:
                 problem = "a file that was overwritten is read with its old content"
         storage.delete_dir(below)
+        below = ""
     except (OSError, pa.ArrowException) as error:
         return fault(
             f"{location}: {error}",
@@ -162,6 +160,10 @@ def uri(location: str) -> Result:
             "Give a URI that this node may list, read, write and delete, and look at its "
             "credentials.",
         )
+    finally:
+        if below:
+            with suppress(OSError, pa.ArrowException):
+                storage.delete_dir(below)
     if problem:
         late = "A resume might not find its last checkpoint."
         return fault(f"{location}: {problem}", late, "Use storage that is consistent, like S3.")

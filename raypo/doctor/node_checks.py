@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypo.config import AnyConfig
+from raypo.config import AnyConfig, ConfigError
 from raypo.config.paths import is_uri
 from raypo.doctor.machine import machine_checks
 from raypo.doctor.result import PROCESS_LIMIT_S, Result, fault, ok, run_checks, skipped, warning
-from raypo.storage.folder import TEMPORARY
+from raypo.storage.folder import TEMPORARY, existing_parent
 from raypo.storage.summary import installed_versions
 
 START_S = 60.0
@@ -154,14 +154,16 @@ def _mark(config: AnyConfig | None) -> Iterator[str]:
         yield ""
         return
     folder = Path(config.absolute_storage_path)
-    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    mark = existing / f"{TEMPORARY}doctor-{os.urandom(8).hex()}"
-    with suppress(OSError):  # the check of storage_path reports it
+    with suppress(ConfigError):  # the check of storage_path reports it
+        folder = existing_parent(folder)
+    mark = folder / f"{TEMPORARY}doctor-{os.urandom(8).hex()}"
+    with suppress(OSError):
         mark.touch()
     try:
         yield str(mark)
     finally:
-        mark.unlink(missing_ok=True)
+        with suppress(OSError):
+            mark.unlink()
 
 
 def versions_equal(facts: Mapping[str, NodeFacts]) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -18,6 +19,11 @@ from raypo.doctor.run_checks import input_checks, reward_check
 from raypo.storage.summary import installed_versions
 
 INDENT = " " * 10
+_USER_OF_URI = re.compile(r"(?<=://)(?:[^/\s]+|[^/:@\s]+:(?!\d+/)[^@\s]*)@")
+"""User and password of a URI. A password may contain / although it should be escaped."""
+_SECRET_OPTION = re.compile(
+    r"([?&][\w.-]*(?:key|token|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE
+)
 
 
 def preflight(
@@ -84,7 +90,16 @@ def _on_cluster(
 def as_json(results: Sequence[Result]) -> str:
     """Return results as a JSON list."""
     names = ("check", "status", "found", "meaning", "remedy", "seconds", "node")
-    return json.dumps([{name: getattr(r, name) for name in names} for r in results], indent=2)
+    told = map(without_secrets, results)
+    return json.dumps([{name: getattr(r, name) for name in names} for r in told], indent=2)
+
+
+def without_secrets(result: Result) -> Result:
+    """Return a result without users, passwords and keys in its URIs."""
+    names = ("check", "found", "meaning", "remedy")
+    texts = {name: _USER_OF_URI.sub("", getattr(result, name)) for name in names}
+    texts = {name: _SECRET_OPTION.sub(r"\1***", text) for name, text in texts.items()}
+    return dataclasses.replace(result, **texts)
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
@@ -94,7 +109,7 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
     """
     for status in STATUSES:
         by_check: dict[str, list[Result]] = {}
-        for result in results:
+        for result in map(without_secrets, results):
             if result.status == status:
                 is_quiet = status in ("ok", "skipped")
                 key = result.check if is_quiet else f"{result.check} {result.node}"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from raypo.checks.input_checks import check_inputs
+from raypo.checks.input_checks import check_disk, check_inputs
 from raypo.checks.model_checks import check_kernels, check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
 from raypo.checks.row_checks import check_prompt_lengths, with_steps_of_epochs
@@ -100,6 +100,7 @@ def _run_folder(config: AnyConfig) -> Result:
     check_run_folder(run, files)
     if is_finished(files, run):
         return ok(f"{files.location} holds this run, which is finished")
+    check_disk(run)
     if not files.exists():
         return ok(f"{files.location} is new")
     files.check_writable()

@@ -194,6 +194,29 @@ def stored_files(folder: Path, key: str) -> list[Path]:
     return []
 
 
+def tensor_bytes(path: Path, *, in_float32: bool) -> int:
+    """Return the least bytes that a file's weights take after training.
+
+    Args:
+        path: A file of `stored_files`.
+        in_float32: Whether they are trained in float32. Otherwise they may become bfloat16, so
+            that an element takes 2 bytes at most.
+    """
+    size = path.stat().st_size
+    if in_float32:
+        return size
+    if path.suffix != ".safetensors":
+        return size // 2
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            total += (end - begin) // {"F64": 4, "F32": 2}.get(tensor["dtype"], 1)
+    return total
+
+
 def _shards(index: Path, key: str) -> list[Path]:
     folder = index.parent
     try:

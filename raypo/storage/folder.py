@@ -65,6 +65,21 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def existing_parent(path: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists.
+
+    Raises:
+        ConfigError: this user may not look into a folder above it.
+    """
+    for folder in (path, *path.parents):
+        try:
+            if folder.is_dir():
+                return folder
+        except PermissionError as error:
+            raise _not_readable(folder, error) from None
+    return Path(path.anchor)
+
+
 def link_tree(source: str | Path, target: str | Path) -> None:
     """Copy a local folder of immutable files, by hard links if the disk is the same."""
     shutil.copytree(source, target, copy_function=_link)
@@ -96,6 +111,8 @@ class Folder:
             return (self.path / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except PermissionError as error:
+            raise _not_readable(self.path / name, error) from None
 
     def check_writable(self) -> None:
         """Create the folder's parent, and refuse a folder that cannot be written to.
@@ -124,7 +141,10 @@ class Folder:
     def names(self, below: str = "") -> list[str]:
         """Return the names of files and folders directly in a folder, sorted."""
         folder = self.path / below
-        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        try:
+            return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        except PermissionError as error:
+            raise _not_readable(folder, error) from None
 
     def written_at(self, name: str) -> float | None:
         """Return a file's modification time in seconds since 1970, or None if there is no file."""
@@ -345,6 +365,13 @@ def _not_writable(storage_path: str, reason: str) -> ConfigError:
     return ConfigError(
         f"storage_path ({storage_path}): a run writes its files there, but a small file could not "
         f"be written ({reason}). Give a folder or URI that you may write to, with free space."
+    )
+
+
+def _not_readable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path}: this user may not read it ({error.strerror or error}). Give a folder that you "
+        "may read and write, or ask its owner for access."
     )
 
 

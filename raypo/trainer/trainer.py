@@ -35,7 +35,7 @@ from ray.train import (
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raypo.checks.input_checks import check_inputs
+from raypo.checks.input_checks import check_disk, check_inputs
 from raypo.checks.model_checks import check_kernels, check_models
 from raypo.checks.resume_checks import (
     check_fresh_start,
@@ -273,6 +273,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(finished_message(self._files, self.config, fresh="fresh=True"))
                 return self._with_every_step(Result.from_path(self._files.location))
             with self._without_leftovers():
+                check_disk(self.config)
                 if self._fresh:  # another trainer of this run may have removed what was given
                     self.config = self._with_given(self.config)
                 config: Any = self.config

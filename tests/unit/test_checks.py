@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import shutil
+from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from raypo.checks.input_checks import check_evaluation, check_inputs
+from raypo.checks.input_checks import check_disk, check_evaluation, check_inputs
 from raypo.checks.resume_checks import check_run_folder, is_finished
 from raypo.checks.row_checks import check_prompt_lengths, with_steps_of_epochs
 from raypo.cluster.hardware import cpu_count
@@ -18,6 +20,8 @@ from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
+
+Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 @pytest.fixture
@@ -48,14 +52,59 @@ def test_good_input_passes(values: dict):
 
 
 def test_a_disk_without_room_for_the_policy_is_named(values: dict, tmp_path: Path):
-    size = shutil.disk_usage(tmp_path).free + 10**12
-    tensor = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    write_weights(
+        tmp_path / "policy" / "model.safetensors", "U8", shutil.disk_usage(tmp_path).free + 10**12
+    )
+    config = PPOConfig.parse(values)
+    with pytest.raises(ConfigError, match=rf"^storage_path \({tmp_path}/runs\): "):
+        check_disk(config)
+    check_disk(PPOConfig.parse(values | {"storage_path": "s3://bucket/runs"}))
+    check_inputs(config)  # a finished run needs no room, and this is called before that is known
+
+
+def write_weights(path: Path, dtype: str, size: int) -> None:
+    """Write a sparse file of weights, which takes no room itself."""
+    count = size // {"U8": 1, "F32": 4, "BF16": 2}[dtype]
+    tensor = {"dtype": dtype, "shape": [count], "data_offsets": [0, size]}
     header = json.dumps({"weight": tensor}).encode()
-    with (tmp_path / "policy" / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)  # sparse: it takes no room itself
-    assert refusal(values).startswith(f"storage_path ({tmp_path}/runs): ")
-    check_inputs(PPOConfig.parse(values | {"storage_path": "s3://bucket/runs"}))
+        file.truncate(8 + len(header) + size)
+
+
+def test_a_disk_is_not_refused_for_files_that_are_not_written_again(
+    values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy, room = tmp_path / "policy", 10**10
+    usage = Usage(2 * room, room, room)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    write_weights(policy / "model.safetensors", "F32", room + 4)
+    (policy / "model-gone.safetensors").symlink_to(policy / "gone")
+    write_weights(policy / "model.fp16.safetensors", "BF16", room)
+    check_disk(PPOConfig.parse(values))  # bfloat16 takes half
+    in_float32 = {"policy": str(policy), "dtype": "float32"}
+    with pytest.raises(ConfigError, match="trained policy alone takes 10 GB"):
+        check_disk(PPOConfig.parse(values | {"model": in_float32}))
+    usage = Usage(0, 0, 0)  # of some network file systems
+    check_disk(PPOConfig.parse(values | {"model": in_float32}))
+
+
+def test_a_storage_path_that_may_not_be_read_is_refused(
+    values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Root may read everything, so the error is planted."""
+
+    def closed(path: Path) -> bool:
+        if path.is_relative_to(tmp_path / "runs"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.path.isdir(path)
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    text = f"{tmp_path}/runs: this user may not read it (Permission denied)"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check_disk(PPOConfig.parse(values))
+    with pytest.raises(ConfigError, match="may not read it"):
+        RunFiles(values["storage_path"], "run").check_unused()
 
 
 def test_a_judges_template_names_what_the_rows_have(values: dict):

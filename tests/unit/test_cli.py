@@ -134,8 +134,12 @@ def test_the_folder_of_a_finished_run_is_taken_for_the_run(
     files.write_config(run.model_dump(mode="json"))
     files.append_metrics(2, {"train/loss": 0.1})
     files.write_summary({"status": "finished", "steps": 2})
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:99999")  # its cluster is gone
+    monkeypatch.setattr("raypo.checks.input_checks.check_disk", None)  # and its disk is full
     assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine") == 0
     assert f"mine is finished, files in {files.location}" in capsys.readouterr().out
+    assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine", "num_steps=3") == 2
+    assert "RAY_ADDRESS (127.0.0.1:99999)" in capsys.readouterr().err
 
 
 def test_a_storage_path_that_is_a_file_is_refused_before_anything_heavy(

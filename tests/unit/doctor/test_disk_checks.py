@@ -121,6 +121,8 @@ class Storage(LocalFileSystem):
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
         if "w" in mode and self.fault == "fails":
             raise OSError(5, "the storage does not answer")
+        if "r" in mode and self.fault == "unread":
+            raise OSError(5, "the storage does not answer")
         if "w" in mode and self.fault == "slow":
             time.sleep(0.3)
         if self.fault == "blocked":
@@ -163,15 +165,17 @@ def test_storage_that_does_what_it_should(stored: Any, tmp_path: Path):
     ("fault", "found"),
     [
         ("fails", "s3://bucket/runs: [Errno 5] the storage does not answer"),
+        ("unread", "s3://bucket/runs: [Errno 5] the storage does not answer"),
         ("late", "s3://bucket/runs: a file is not listed after it was written"),
         ("stale", "s3://bucket/runs: a file that was overwritten is read with its old content"),
     ],
 )
-def test_storage_with_a_fault(stored: Any, fault: str, found: str):
+def test_storage_with_a_fault(stored: Any, fault: str, found: str, tmp_path: Path):
     stored(fault)
     result = uri("s3://bucket/runs")
     assert result.status == "fault"
     assert found in result.found
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_slow_storage(stored: Any, monkeypatch: pytest.MonkeyPatch):

@@ -1,10 +1,14 @@
 """What the command prints, and with which status it ends."""
 
 import json
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import raypo.cli
@@ -49,6 +53,25 @@ def test_json_has_the_same_fields_for_every_check():
         "node": "10.0.0.2",
     }
     assert first.keys() == second.keys()
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://KEY:SECRET@bucket/runs?region=x", "s3://bucket/runs?region=x"),
+        ("s3://KEY:SEC/RET@bucket", "s3://bucket"),
+        ("http://me:se@cret@host:80/v1", "http://host:80/v1"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        ("abfs://data?sas_token=SECRET&x=1", "abfs://data?sas_token=***&x=1"),
+    ],
+)
+def test_users_and_keys_of_uris_are_not_printed(uri: str, shown: str):
+    result = fault(f"{uri}: gone", f"It ends: {uri}", f"Look at {uri} now.", check=f"at {uri}")
+    first, *more = lines([result])
+    assert first == f"fault     at {shown}: {shown}: gone"
+    assert [line.strip() for line in more] == [f"It ends: {shown}", f"Look at {shown} now."]
+    (entry,) = json.loads(as_json([result]))
+    assert (entry["check"], entry["found"]) == (f"at {shown}", f"{shown}: gone")
 
 
 def test_the_verdict():
@@ -104,6 +127,55 @@ def test_a_wrong_config_is_a_fault_beside_the_checks_of_the_machine(
     config, _, port = json.loads(capsys.readouterr().out)
     assert (config["check"], config["status"], port["check"]) == ("config", "fault", "ports")
     assert "lerner" in config["found"]
+
+
+@pytest.mark.parametrize("ending", ["hang", "interrupt"])
+def test_no_process_is_left_behind(ending: str, tmp_path: Path):
+    """In a process of its own, because the command ends without Python's own exit."""
+    script = tmp_path / "run.py"
+    script.write_text(ABANDONS % (ending, ending))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == (1 if ending == "hang" else 130), done.stderr
+    pids = [int(path.read_text()) for path in (tmp_path / "parent", tmp_path / "child")]
+    deadline = time.monotonic() + 5.0
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+
+
+ABANDONS = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+import raypo.cli
+from raypo.doctor import preflight, result
+
+SLEEPS = "import subprocess, sys, os; from pathlib import Path; " \
+    "child = subprocess.Popen(['sleep', '300']); Path('parent').write_text(str(os.getpid())); " \
+    "Path('child').write_text(str(child.pid)); child.wait()"
+
+def hang():
+    subprocess.run([sys.executable, "-c", SLEEPS])
+
+def make(checks):
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    while not Path("child").exists() or not Path("child").read_text():
+        time.sleep(0.02)
+    if "%s" == "interrupt":
+        raise KeyboardInterrupt
+    return [result.fault("hangs", is_hung=True, check="x")]
+
+preflight.machine_checks = lambda *args, **kwargs: []
+preflight.run_checks = make
+sys.argv = ["raypo", "doctor"]  # %s
+raypo.cli.main()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_cluster_without_an_address_is_refused(
