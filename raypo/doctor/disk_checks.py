@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from raypo.cluster.hardware import GB
-from raypo.cluster.machine import check_folders, ray_temporary_folder
+from raypo.cluster.machine import ray_temporary_folder
 from raypo.config import AnyConfig
 from raypo.config.paths import is_uri
 from raypo.doctor.result import Check, Result, fault, ok, warning
@@ -53,7 +53,6 @@ def _storage(path: str, checkpoint_bytes: Callable[[], int]) -> Result:
 
 
 def _ray_folder() -> Result:
-    check_folders()
     path = ray_temporary_folder()
     result = folder(path, f"{FREE_SPACE} (RAY_TMPDIR).")
     usage = shutil.disk_usage(existing_parent(path))
@@ -88,7 +87,7 @@ def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) ->
     existing = existing_parent(path)
     if existing != path and path.exists():
         return fault(f"{path}: is a file", "A run cannot write its files there.", remedy)
-    free = shutil.disk_usage(existing).free
+    usage = shutil.disk_usage(existing)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}doctor-", dir=existing) as name:
             write_s, problem = _try_files(Path(name))
@@ -97,13 +96,18 @@ def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) ->
         return fault(f"{path}: writing a file failed ({error.strerror or error})", cannot, remedy)
     if problem:
         return fault(f"{path}: {problem}", "Files of the run could be read half-written.", remedy)
-    needed_bytes = max(LEAST_FREE_BYTES, needed())
-    found = f"{path}: {free / GB:.3g} GB free, {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s with fsync"
-    if free < needed_bytes:
+    speed = f"{TRIAL_BYTES / 1e6 / write_s:.3g} MB/s with fsync"
+    found = f"{path}: {usage.free / GB:.3g} GB free, {speed}"
+    needed_bytes = needed()
+    if not usage.total:  # some network file systems report that they have 0 bytes
+        found = f"{path}: {speed}; its free space is unknown"
+    elif usage.free < needed_bytes:
         meaning = (
             f"About {needed_bytes / GB:.2g} GB are needed; the run would end with a full disk."
         )
         return fault(found, meaning, remedy)
+    elif usage.free < LEAST_FREE_BYTES:
+        return warning(found, "A run's logs and checkpoints may fill the disk.", remedy)
     if write_s > SLOW_S:
         return warning(found, "Checkpoints and logs are slow to write.", "Use a faster disk.")
     return ok(found)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,19 @@ from typing import Any
 from raypo.cluster.devices import check_capability, check_driver
 from raypo.cluster.gpus import gpu_of
 from raypo.cluster.hardware import GB
-from raypo.config import AnyConfig, ConfigError
+from raypo.cluster.placement import served_roles
+from raypo.config import AnyConfig, ConfigError, OnlineConfig
 from raypo.custom.in_subprocess import call_in_subprocess
-from raypo.doctor.result import PROCESS_LIMIT_S, Check, Result, fault, ok, skipped, warning
+from raypo.doctor.result import (
+    PROCESS_LIMIT_S,
+    Check,
+    Result,
+    fault,
+    ok,
+    refused,
+    skipped,
+    warning,
+)
 
 SMI_TIMEOUT_S = 4.0
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -63,12 +74,38 @@ def find_gpus() -> list[GpuMemory]:
             "use the NVIDIA container toolkit (docker run --gpus all)."
         ) from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in (visible or "").split(",")]
     gpus = []
     for line in lines:
         index, uuid, name, total, used = (part.strip() for part in line.split(","))
-        if visible is None or {index, uuid} & set(visible.split(",")):
+        is_named = any(n == index or (n.startswith("GPU-") and uuid.startswith(n)) for n in names)
+        if visible is None or is_named:
             gpus.append(GpuMemory(int(index), uuid, name, _bytes(total), _bytes(used)))
     return gpus
+
+
+class FoundGpus:
+    """The GPUs of this machine, which the first check that asks for them finds for all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: tuple[list[GpuMemory], ConfigError | None] | None = None
+
+    def __call__(self) -> list[GpuMemory]:
+        """Return the GPUs, or none if nvidia-smi does not work."""
+        with self._lock:
+            if self._found is None:
+                try:
+                    self._found = find_gpus(), None
+                except ConfigError as error:
+                    self._found = [], error
+            return self._found[0]
+
+    @property
+    def error(self) -> ConfigError | None:
+        """Error of `find_gpus`."""
+        self()
+        return self._found[1] if self._found else None
 
 
 def _smi(query: str) -> list[str]:
@@ -91,19 +128,57 @@ def gpu_checks(config: AnyConfig | None) -> list[Check]:
     use_gpu = "auto" if config is None else config.learner.use_gpu
     if use_gpu is False:
         return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
+    found = FoundGpus()
     dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
     limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
     return [
-        Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu, dtype), limit_s),
-        Check("GPU memory", partial(gpu_memory, partial(needed_gpu_bytes, config)), limit_s),
-        Check("CUDA IPC", partial(_with_gpus, 1, ipc), limit_s),
-        Check("NCCL", partial(_with_gpus, 2, links), limit_s),
+        Check("GPU driver", partial(_driver, found, use_gpu, dtype), limit_s),
+        Check("GPU memory", partial(gpu_memory, found, partial(needed_gpus, config)), limit_s),
+        Check("CUDA IPC", partial(_ipc, found, config), limit_s),
+        Check("NCCL", partial(_nccl, found, config), limit_s),
     ]
 
 
-def _with_gpus(least: int, function: Callable[..., Result], *args: Any) -> Result:
+def _driver(found: FoundGpus, use_gpu: bool | str, dtype: str) -> Result:
+    if found.error is not None:
+        result = refused(found.error)
+        if use_gpu is True:
+            return result
+        return replace(result, status="warning", meaning="The run would use CPUs alone.")
+    return _with_gpus(found, 1, driver, use_gpu, dtype)
+
+
+def _ipc(found: FoundGpus, config: AnyConfig | None) -> Result:
+    if config is not None and transport_of(config) != "ipc":
+        return skipped("the run pushes no weights by CUDA IPC")
+    return _with_gpus(found, 1, ipc)
+
+
+def _nccl(found: FoundGpus, config: AnyConfig | None) -> Result:
+    if config is not None and transport_of(config) != "nccl":
+        roles = served_roles(config, num_workers=config.learner.num_workers, use_gpu=True)
+        if max(config.learner.total_workers, *(role.num_devices for role in roles), 1) == 1:
+            return skipped("no model of the run is on several GPUs")
+    return _with_gpus(found, 2, links)
+
+
+def transport_of(config: AnyConfig) -> str | None:
+    """Return the transport of a run's pushes on GPUs, or None if nothing is pushed."""
+    if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
+        return None
+    if getattr(config, "pushes_adapter", False):
+        return "object"
+    run: Any = config
+    return run.rollout.engine.resolved_transport(
+        colocated=run.placement.group_of("engine") == "colocated",
+        use_gpu=True,
+        share_gpus=getattr(run, "engines_share_gpus", False),
+    )
+
+
+def _with_gpus(found: FoundGpus, least: int, function: Callable[..., Result], *args: Any) -> Result:
     """Call a function of the GPUs in a process of its own, if there are enough of them."""
-    gpus = find_gpus()
+    gpus = found()
     if len(gpus) < least:
         return skipped("there is one GPU" if gpus else NO_GPU)
     return call_in_subprocess(function, gpus, *args, limit_s=PROCESS_LIMIT_S)
@@ -130,14 +205,17 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result
     return ok(f"{len(gpus)}x {gpus[0].name}, torch {torch.__version__}")
 
 
-def gpu_memory(needed: Callable[[], int | None]) -> Result:
+def gpu_memory(
+    found_gpus: Callable[[], list[GpuMemory]], needed: Callable[[], tuple[int, int] | None]
+) -> Result:
     """Find memory of GPUs that is in use before the run starts.
 
     Args:
-        needed: Function that returns the bytes that the run needs on a GPU, or None if that is
-            unknown.
+        found_gpus: Function that returns the GPUs.
+        needed: Function that returns the number of GPUs that the run needs, and the bytes on each,
+            or None if that is unknown.
     """
-    gpus = find_gpus()
+    gpus = found_gpus()
     if not gpus:
         return skipped(NO_GPU)
     held = [gpu for gpu in gpus if gpu.used > HELD_BYTES]
@@ -150,11 +228,15 @@ def gpu_memory(needed: Callable[[], int | None]) -> Result:
         for gpu in held
     )
     remedy = "Wait for these processes or end them, or choose others by CUDA_VISIBLE_DEVICES."
-    run_bytes = needed()
-    full = [gpu for gpu in held if run_bytes and run_bytes > gpu.total - gpu.used]
-    if full:
-        meaning = f"The run needs {(run_bytes or 0) / GB:.3g} GB of a GPU, which are not free."
+    count, run_bytes = needed() or (0, 0)
+    free = [gpu for gpu in gpus if run_bytes <= gpu.total - gpu.used]
+    if len(free) < count:
+        where = "a GPU" if count == 1 else f"each of {count} GPUs"
+        meaning = f"The run needs {run_bytes / GB:.3g} GB of {where}, which are not free."
         return fault(found, meaning, remedy)
+    if len(free) < len(gpus):
+        meaning = "The run would end for lack of memory if Ray gives it these GPUs."
+        return warning(found, meaning, remedy)
     return warning(found, "The run has less memory than `raypo plan` counts on.", remedy)
 
 
@@ -175,16 +257,16 @@ def _holders() -> dict[str, list[str]]:
     return holders
 
 
-def needed_gpu_bytes(config: AnyConfig | None) -> int | None:
-    """Return the predicted memory of a run on the fullest GPU, or None if it is unknown."""
+def needed_gpus(config: AnyConfig | None) -> tuple[int, int] | None:
+    """Return the number of a run's GPUs and the bytes of the fullest, or None if unknown."""
     from raypo.cluster.hardware import this_machine
     from raypo.plan.fit import make_plan
 
     if config is None:
         return None
     with suppress(ConfigError):
-        loads = make_plan(config, this_machine()).loads
-        return max((load.needed for load in loads if load.is_gpu), default=None)
+        needed = [load.needed for load in make_plan(config, this_machine()).loads if load.is_gpu]
+        return (len(needed), max(needed)) if needed else None
     return None
 
 

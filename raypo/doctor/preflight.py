@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from raypo.cluster.hardware import this_machine
+from raypo.cluster.machine import cluster_address
 from raypo.config import AnyConfig, ClusterSection, ConfigError, load_run_config
 from raypo.doctor.machine import machine_checks
 from raypo.doctor.result import STATUSES, Result, ok, refused, run_checks
@@ -48,10 +48,10 @@ def preflight(
         except ConfigError as error:
             results.append(dataclasses.replace(refused(error), check="config"))
     section = config.cluster if config else ClusterSection()
-    address = section.address or os.environ.get("RAY_ADDRESS")
+    address, _ = cluster_address(section)
     if not cluster:
         checks = machine_checks(config, num_nodes=1, ports=ports)
-        nodes = [] if address else this_machine()
+        nodes = list if address else this_machine
         if config is not None and path is not None:
             checks += input_checks(config, nodes, is_here=not address)
             checks += reward_check(config, path, overrides)
@@ -79,7 +79,8 @@ def _on_cluster(
     try:
         results = check_nodes(config)
         if config is not None and path is not None:
-            checks = input_checks(config, cluster_nodes(section), is_here=False)
+            nodes = cluster_nodes(section)
+            checks = input_checks(config, lambda: nodes, is_here=False)
             results += run_checks([*checks, *reward_check(config, path, overrides)])
     finally:
         if connected_here:

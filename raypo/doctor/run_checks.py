@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,15 @@ SLOW_MS = 1000.0
 """Milliseconds for a response above which a reward function counts as slow."""
 
 
-def input_checks(config: AnyConfig, nodes: Sequence[Node], *, is_here: bool) -> list[Check]:
+def input_checks(
+    config: AnyConfig, nodes: Callable[[], Sequence[Node]], *, is_here: bool
+) -> list[Check]:
     """Return the checks that `raypo train` and `raypo plan` make before models load.
 
     Args:
         config: The whole run config.
-        nodes: Nodes of the run. Empty means that they are unknown.
+        nodes: Function that returns the nodes of the run, or none if they are unknown. The checks
+            call it within their limits.
         is_here: Whether the run would start a local Ray on this machine.
     """
     return [
@@ -57,22 +60,23 @@ def _inputs(config: AnyConfig, *, is_here: bool) -> Result:
     return ok(files)
 
 
-def _models_apart(config: AnyConfig, nodes: Sequence[Node]) -> Result:
-    resources = [node.resources for node in nodes]
+def _models_apart(config: AnyConfig, nodes: Callable[[], Sequence[Node]]) -> Result:
+    resources = [node.resources for node in nodes()]
     return call_in_subprocess(_models, config, resources, limit_s=PROCESS_LIMIT_S)
 
 
 def _models(config: AnyConfig, resources: Sequence[dict[str, float]]) -> Result:
     check_models(config)
-    if not takes_gpus(config, resources):
+    if resources and not takes_gpus(config, resources):
         check_kernels(config)
     return ok("configs, weights, tokenizers and chat templates")
 
 
-def _fit(config: AnyConfig, nodes: Sequence[Node]) -> Result:
-    if not nodes:
+def _fit(config: AnyConfig, nodes: Callable[[], Sequence[Node]]) -> Result:
+    known = nodes()
+    if not known:
         return skipped("the run uses a cluster: add --cluster to check its nodes")
-    plan = make_plan(config, nodes)
+    plan = make_plan(config, known)
     if plan.problems:
         meaning = "The run would end for lack of memory, or wait for devices that are not there."
         return fault(" ".join(plan.problems), meaning, "`raypo plan` has the whole table.")
@@ -121,9 +125,11 @@ def reward_check(
     """
     if not isinstance(config, OnlineConfig | PolicyExamplesConfig):
         return []
-    functions = [config.eval.function, *functions_of(config.eval.prompts).values()]
-    functions += functions_of(config.data.prompts).values()
-    functions += [config.reward.function] if isinstance(config, OnlineConfig) else []
+    functions: list[str | None] = []  # those that `raypo try-reward` would call
+    if isinstance(config, OnlineConfig) and not config.rollout.is_episodic:
+        functions += [config.reward.function, *functions_of(config.data.prompts).values()]
+    if config.eval.prompts:
+        functions += [config.eval.function, *functions_of(config.eval.prompts).values()]
     if not any(functions):
         return []
     may_fail = isinstance(config, OnlineConfig) and config.reward.max_failed_fraction > 0.0
@@ -151,7 +157,9 @@ def _try_reward(path: Path, overrides: Sequence[str], limit_s: float, *, may_fai
     remedy = f"`raypo try-reward {path}` shows each response and its score."
     if status:
         said = [line.removeprefix("raypo: ") for line in lines if line.startswith("raypo: ")]
-        why = " ".join(said) or lines[-1]
+        why = " ".join(said) or f"it ended with status {status}"
+        if not said and status > 0 and lines:  # not by a signal: the last line tells the cause
+            why = lines[-1]
         return fault(why, "The run would fail when it scores its first responses.", remedy)
     if unscored := [line.strip() for line in lines if "  no score" in line]:
         found = f"{len(unscored)} made-up responses have no score, like: {unscored[0]}"

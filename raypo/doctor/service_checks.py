@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raypo.checks.model_checks import models_of
+from raypo.checks.model_checks import is_cached, models_of
 from raypo.config import AnyConfig, JudgeSection, OnlineConfig
 from raypo.config.sources import path_of
 from raypo.custom.in_subprocess import call_in_subprocess
@@ -30,8 +30,9 @@ def service_checks(config: AnyConfig) -> list[Check]:
     """Return the checks of the services that a config names."""
     checks = []
     models = [path for _, path in models_of(config) if _is_hub_id(path)]
-    if models or any(_hub_data(config)):
-        checks.append(Check("Hugging Face hub", partial(hub, models)))
+    has_data = any(_hub_data(config))
+    if models or has_data:
+        checks.append(Check("Hugging Face hub", partial(hub, models, has_data=has_data)))
     if config.logging.wandb is not None:
         is_online = config.logging.wandb.mode == "online"
         checks.append(
@@ -73,11 +74,14 @@ def _hub_data(config: AnyConfig) -> Iterator[str]:
                     yield path_of(source)
 
 
-def hub(models: list[str]) -> Result:
+def hub(models: list[str], *, has_data: bool = False) -> Result:
     """Check the token of the Hugging Face hub, and the access to models.
+
+    What the hub refuses is only a warning if it is in the local cache.
 
     Args:
         models: Hub ids of models.
+        has_data: Whether the run reads data sets of the hub.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import (
@@ -86,25 +90,23 @@ def hub(models: list[str]) -> Result:
         RepositoryNotFoundError,
     )
 
-    api, user, model = HfApi(), "no token, so only public repositories", ""
+    api, user = HfApi(), "no token, so only public repositories"
+    refused: dict[str, str] = {}
     if constants.HF_HUB_OFFLINE:
         return skipped("HF_HUB_OFFLINE is set: files are read from the local cache")
     try:
         if get_token() is not None:
             user = f"logged in as {api.whoami()['name']}"
         for model in models:
-            api.auth_check(model)
-    except (GatedRepoError, RepositoryNotFoundError) as error:
-        return fault(
-            f"{model}: {type(error).__name__.removesuffix('Error')}; {user}",
-            "The model cannot be downloaded.",
-            f"Correct its id, accept its terms at {api.endpoint}/{model}, or log in (hf auth "
-            "login) as a user who may read it.",
-        )
+            try:
+                api.auth_check(model)
+            except (GatedRepoError, RepositoryNotFoundError) as error:
+                refused[model] = type(error).__name__.removesuffix("Error")
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            return fault(
+            needs_hub = has_data or not all(map(is_cached, models))
+            return (fault if needs_hub or not models else warning)(
                 f"{api.endpoint} refuses the token (status {status})",
                 "Even public files are refused with a wrong token.",
                 "Log in anew (hf auth login), correct HF_TOKEN, or unset it.",
@@ -112,6 +114,18 @@ def hub(models: list[str]) -> Result:
         return _hub_is_away(api.endpoint, f"status {status}")
     except Exception as error:  # of httpx or its successor, by the version of huggingface_hub
         return _hub_is_away(api.endpoint, type(error).__name__)
+    if refused:
+        absent = [model for model in refused if not is_cached(model)]
+        model = next(iter(absent or refused))
+        meaning = "The model cannot be downloaded" + (
+            "." if absent else ", but it is in the cache."
+        )
+        return (fault if absent else warning)(
+            f"{model}: {refused[model]}; {user}",
+            meaning,
+            f"Correct its id, accept its terms at {api.endpoint}/{model}, or log in (hf auth "
+            "login) as a user who may read it.",
+        )
     return ok(f"{api.endpoint}: {user}")
 
 
@@ -176,7 +190,7 @@ def reward_server(url: str) -> Result:
     status, reason, _ = _get(url)
     if status is None:
         return _is_away(url, reason)
-    if status >= 500:
+    if _is_error(status):
         return _is_away(url, f"status {status}")
     return ok(f"it answers; `raypo try-reward --servers` scores three rows (status {status})")
 
@@ -199,7 +213,7 @@ def judge_server(url: str, judge: JudgeSection) -> Result:
             f"Set {judge.api_key_variable} (reward.judge.api_key_variable) to a key of the server, "
             "on every node.",
         )
-    if status >= 500:
+    if _is_error(status):
         return _is_away(url, f"status {status}")
     entries = body.get("data") if isinstance(body, dict) else None
     models = [entry.get("id") for entry in entries or () if isinstance(entry, dict)]
@@ -230,6 +244,10 @@ def _get(url: str, token: str | None = None) -> tuple[int | None, str, Any]:
         return response.status_code, "", response.json()
     except ValueError:
         return response.status_code, "", None
+
+
+def _is_error(status: int) -> bool:
+    return status >= 500 and status != 501  # not implemented: it answers to other requests
 
 
 def _is_away(url: str, reason: str) -> Result:

@@ -48,7 +48,9 @@ def open_files() -> Result:
 
 def processes() -> Result:
     """Check the limits of processes and threads, for the user and for the container."""
-    limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
+    limits = {}
+    if os.geteuid():  # it does not hold for root
+        limits["ulimit -u"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     with suppress(OSError, ValueError):  # not there, or "max"
         limits["the container's limit (docker run --pids-limit)"] = int(
             (CGROUP / "pids.max").read_text()
@@ -113,11 +115,20 @@ def gloo(num_nodes: int, node: str) -> Result:
         name, source = names.split(",")[0], f"{GLOO_INTERFACE} ({names})"
     elif is_loopback(host):  # raypo then sets the interface of Ray's address for the workers
         name, source = (
-            interface_of(node) or "lo",
+            interface_of(node) or interface_of("127.0.0.1") or "lo",
             f"the host's name {host}, which leads to no other",
         )
     else:
-        return ok(f"{socket.gethostbyname(host)}, the address of the host's name {host}")
+        address = socket.gethostbyname(host)
+        found = f"{address}, the address of the host's name {host}"
+        if interface_of(address) is not None:
+            return ok(found)
+        status = fault if num_nodes > 1 else warning
+        return status(
+            f"{found}: no interface has it",
+            "Workers of a run would use the loopback interface, or fail to connect to each other.",
+            f"Correct the entry of {host} in /etc/hosts, or set {GLOO_INTERFACE}.",
+        )
     if name not in interfaces:
         return fault(
             f"{source}: there is no interface {name}, only {', '.join(sorted(interfaces))}",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypo.checks.input_checks import check_disk, check_evaluation, check_inputs
+from raypo.checks.model_checks import check_model
 from raypo.checks.resume_checks import check_run_folder, is_finished
 from raypo.checks.row_checks import check_prompt_lengths, with_steps_of_epochs
 from raypo.cluster.hardware import cpu_count
@@ -218,6 +219,22 @@ def test_a_hub_id_is_left_to_the_hub_unless_it_is_offline(
     check_inputs(PPOConfig.parse(values))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE is set" in refusal(values)
+
+
+def test_a_hub_id_in_the_cache_is_usable_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check_model("model.policy", "organisation/model")
+    cached = tmp_path / "hub" / "models--organisation--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    (cached / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    (cached / "snapshots" / ("a" * 40) / "config.json").write_text("{}")
+    check_model("model.policy", "organisation/model")
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check_model("model.policy", "no hub id")
 
 
 def test_without_a_judge_the_run_is_refused(values: dict):

@@ -17,8 +17,9 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from raypo.config import PPOConfig
-from raypo.doctor import disk_checks
+from raypo.doctor import disk_checks, machine
 from raypo.doctor.disk_checks import folder, uri
+from raypo.doctor.machine import machine_checks
 from raypo.doctor.result import Check, run_checks
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -83,6 +84,18 @@ def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path):
     assert "are needed" in result.meaning
 
 
+def test_little_space_is_no_fault_unless_the_run_needs_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = Usage(10**10, 10**10 - 10**8, 10**8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert folder(tmp_path, "Free it.").status == "warning"
+    assert folder(tmp_path, "Free it.", needed=lambda: 10**9).status == "fault"
+    usage = Usage(0, 0, 0)  # of some network file systems
+    result = folder(tmp_path, "Free it.", needed=lambda: 10**9)
+    assert (result.status, "free space is unknown" in result.found) == ("ok", True)
+
+
 def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk_checks, "SLOW_S", 0.0)
     assert folder(tmp_path, "Free it.").status == "warning"
@@ -104,9 +117,34 @@ def test_rays_folder_whose_sockets_would_have_too_long_a_path(
     deep = tmp_path / ("long" * 25)
     deep.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
-    (result,) = run_checks([Check("ray", disk_checks._ray_folder)])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def by_name(node: str) -> dict[str, Check]:
+        return {check.name: check for check in machine_checks(None, num_nodes=1, node=node)}
+
+    (result,) = run_checks([by_name("")["Ray"]])
     assert result.status == "fault"
     assert result.found.startswith(f"RAY_TMPDIR ({deep}): the path is ")
+    assert "Ray" not in by_name("10.0.0.1")  # it runs there
+    (result,) = run_checks([by_name("10.0.0.1")["Ray's files"]])
+    assert result.status != "fault"
+
+
+def test_a_cluster_that_is_gone_is_a_fault_without_cluster_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    first, *_ = machine_checks(None, num_nodes=1)
+    (result,) = run_checks([first])
+    assert (result.check, result.status) == ("Ray", "fault")
+    assert result.found.startswith("RAY_ADDRESS (127.0.0.1:1): nothing listens there")
+    monkeypatch.setenv("RAY_ADDRESS", "")  # counts as unset
+    assert run_checks([first])[0].found == "a local Ray can start"
+
+
+def test_this_machine_is_asked_by_the_checks_within_their_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "this_machine", None)
+    checks = {check.name: check for check in machine_checks(None, num_nodes=1)}
+    (result,) = run_checks([checks["shared memory"]])
+    assert result.found.startswith("TypeError")
 
 
 class Storage(LocalFileSystem):

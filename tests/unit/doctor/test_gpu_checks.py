@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from raypo.doctor.gpu_checks import (
     find_gpus,
     gpu_memory,
 )
-from raypo.doctor.result import run_checks
+from raypo.doctor.result import ok, run_checks
 
 MIB = 1 << 20
 H100 = "NVIDIA H100 80GB HBM3"
@@ -49,6 +50,9 @@ def test_gpus_as_nvidia_smi_lists_them(smi, monkeypatch: pytest.MonkeyPatch):
     assert find_gpus()[1] == GpuMemory(1, "GPU-1", H100, 81559 * MIB, 500 * MIB)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.index for gpu in find_gpus()] == [1]
+    for names in ("0, 1", "GPU-1,GPU-0", "GPU-"):  # a uuid may be shortened
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        assert len(find_gpus()) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert find_gpus() == []
 
@@ -65,26 +69,29 @@ def test_a_driver_whose_tool_does_not_work(smi, tmp_path: Path, monkeypatch: pyt
 
 def test_memory_that_a_stranger_holds(smi):
     smi(rows(4, 20_000), f"GPU-1, {os.getpid()}, 19000\n")
-    result = gpu_memory(lambda: None)
+    result = gpu_memory(find_gpus, lambda: None)
     assert result.status == "warning"
     assert result.found.startswith(f"GPU 1: 21 of 85.5 GB are in use by process {os.getpid()} (")
     assert result.found.endswith(") 19.9 GB")
-    assert gpu_memory(lambda: 60 * 10**9).status == "warning"
-    result = gpu_memory(lambda: 70 * 10**9)
+    assert gpu_memory(find_gpus, lambda: (2, 60 * 10**9)).status == "warning"
+    result = gpu_memory(find_gpus, lambda: (2, 70 * 10**9))
     assert (result.status, result.meaning) == (
         "fault",
-        "The run needs 70 GB of a GPU, which are not free.",
+        "The run needs 70 GB of each of 2 GPUs, which are not free.",
     )
+    result = gpu_memory(find_gpus, lambda: (1, 70 * 10**9))  # the other GPU is free
+    assert (result.status, "if Ray gives it" in result.meaning) == ("warning", True)
 
 
 def test_memory_that_is_held_outside_the_container(smi):
     smi(rows(20_000))
-    assert "in use by processes that are not visible from here" in gpu_memory(lambda: None).found
+    result = gpu_memory(find_gpus, lambda: None)
+    assert "in use by processes that are not visible from here" in result.found
 
 
 def test_free_gpus_give_no_alarm(smi):
     smi(rows(4, 500))
-    assert gpu_memory(lambda: 70 * 10**9).status == "ok"
+    assert gpu_memory(find_gpus, lambda: (2, 70 * 10**9)).status == "ok"
 
 
 OLD_DRIVER = """
@@ -144,14 +151,56 @@ def test_without_gpus_no_process_is_started(smi, monkeypatch: pytest.MonkeyPatch
     assert [result.status for result in results] == ["skipped"] * 4
 
 
-def test_gpus_that_the_run_does_not_use_are_not_checked(smi, tmp_path: Path):
-    smi(rows(20_000))
+def config_of(tmp_path: Path, **sections: Any) -> PPOConfig:
     values = {
         "name": "run",
         "model": {"policy": str(tmp_path)},
         "data": {"prompts": "rows.jsonl"},
         "reward": {"function": "exact"},
-        "learner": {"use_gpu": False},
     }
-    results = run_checks(gpu_checks.gpu_checks(PPOConfig.parse(values)))
+    return PPOConfig.parse(values | sections)
+
+
+def test_gpus_that_the_run_does_not_use_are_not_checked(smi, tmp_path: Path):
+    smi(rows(20_000))
+    config = config_of(tmp_path, learner={"use_gpu": False})
+    results = run_checks(gpu_checks.gpu_checks(config))
     assert [result.found for result in results] == ["learner.use_gpu is false"]
+
+
+def test_a_container_without_gpus_on_a_host_with_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is told once, and a fault only for a run that needs the GPUs."""
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(gpu_checks, "DRIVER_FILE", tmp_path / "version")
+    calls: list[str] = []
+
+    def absent(query: str) -> list[str]:
+        calls.append(query)
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(gpu_checks, "_smi", absent)
+    for use_gpu, status in (("auto", "warning"), (True, "fault")):
+        config = config_of(tmp_path, learner={"use_gpu": use_gpu})
+        results = run_checks(gpu_checks.gpu_checks(config))
+        assert [r.status for r in results] == [status, "skipped", "skipped", "skipped"]
+        assert len(calls) == 1
+        calls.clear()
+
+
+def test_only_the_links_that_the_run_uses_are_tried(
+    smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    smi(rows(4, 4))
+    monkeypatch.setattr(gpu_checks, "call_in_subprocess", lambda function, *_, **__: ok("tried"))
+
+    def tried(config: PPOConfig | None) -> list[str]:
+        results = run_checks(gpu_checks.gpu_checks(config))
+        return [r.check for r in results if r.found == "tried" and r.check != "GPU driver"]
+
+    assert tried(None) == ["CUDA IPC", "NCCL"]
+    assert tried(config_of(tmp_path)) == ["CUDA IPC"]
+    assert tried(config_of(tmp_path, learner={"num_workers": 2})) == ["CUDA IPC", "NCCL"]
+    assert tried(config_of(tmp_path, placement={"mode": "dedicated"})) == ["NCCL"]
+    assert tried(config_of(tmp_path, rollout={"engine": {"transport": "object"}})) == []

@@ -8,6 +8,7 @@ import pytest
 
 from raypo.cluster.hardware import Node, parse_cluster
 from raypo.config import AnyConfig, parse_run_config
+from raypo.doctor import run_checks as doctor_run_checks
 from raypo.doctor.result import Result, run_checks
 from raypo.doctor.run_checks import checkpoint_bytes, input_checks, reward_check
 from tests.tiny import tiny_policy
@@ -40,7 +41,7 @@ def config_of(folder: Path, **sections: Any) -> AnyConfig:
 
 def results_of(config: AnyConfig, nodes: list[Node]) -> dict[str, Result]:
     """Results by check, without that of the models, which imports torch."""
-    checks = input_checks(config, nodes, is_here=True)
+    checks = input_checks(config, lambda: nodes, is_here=True)
     return {
         result.check: result
         for result in run_checks([check for check in checks if check.name != "models"])
@@ -109,8 +110,32 @@ def test_a_reward_function_is_tried_if_there_is_one(folder: Path):
         ]
 
     assert names() == ["reward function"]
+    assert names(reward={"url": "http://127.0.0.1:1/s"}, eval={"function": "a.py:score"}) == []
+    rollout = {"environment": "play.py:Play", "max_episode_tokens": 64}
+    assert names(rollout=rollout) == []  # its environment scores
     assert names(reward={"url": "http://127.0.0.1:1/score"}) == []
     sft_data = {"prompts": str(folder / "rows.jsonl"), "response_key": "answer"}
     values = {"recipe": "sft", "name": "run", "model": {"policy": str(folder / "policy")}}
     config = parse_run_config(values | {"data": sft_data}, origin="test")
     assert reward_check(config, Path("run.yaml"), []) == []
+
+
+def test_a_reward_function_that_ends_its_process_without_a_word(folder: Path, tmp_path: Path):
+    (tmp_path / "score.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
+    path = tmp_path / "run.yaml"
+    config = config_of(folder, reward={"function": f"{tmp_path}/score.py:score"})
+    path.write_text(config.to_yaml())
+    (result,) = run_checks(reward_check(config, path, []))
+    assert (result.status, result.found) == ("fault", "it ended with status -11")
+
+
+def test_kernels_for_cpus_are_no_question_while_the_nodes_are_unknown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[AnyConfig] = []
+    monkeypatch.setattr(doctor_run_checks, "check_models", lambda config: None)
+    monkeypatch.setattr(doctor_run_checks, "check_kernels", asked.append)
+    doctor_run_checks._models(config_of(folder), [])
+    assert asked == []
+    doctor_run_checks._models(config_of(folder), [{"CPU": 4.0}])
+    assert len(asked) == 1

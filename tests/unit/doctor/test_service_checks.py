@@ -63,8 +63,11 @@ def unused() -> str:
 
 
 def test_a_reward_server():
-    with serving(lambda path, key: (405, {})) as url:
-        assert reward_server(f"{url}/score").status == "ok"
+    for status in (405, 501):  # it answers to POST alone
+        with serving(lambda path, key, status=status: (status, {})) as url:
+            assert reward_server(f"{url}/score").status == "ok"
+            judge = JudgeSection(url=(url,), model="judge", template="{response}")
+            assert judge_server(url, judge).status == "ok"
     with serving(lambda path, key: (503, {})) as url:
         assert reward_server(url).found == f"{url}: status 503"
     result = reward_server(unused())
@@ -125,9 +128,16 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("huggingface_hub.get_token", lambda: KEY)
         known, missing = hub(["org/open"]), hub(["org/open", "org/missing"])
         gated = hub(["org/gated"])
+        with monkeypatch.context() as patched:
+            patched.setattr(service_checks, "is_cached", lambda model: model == "org/gated")
+            cached, other = hub(["org/gated"]), hub(["org/gated", "org/missing"])
         monkeypatch.setattr("huggingface_hub.get_token", lambda: "wrong")
         monkeypatch.setenv("HF_TOKEN", "wrong")
         wrong = hub([])
+        with monkeypatch.context() as patched:
+            patched.setattr(service_checks, "is_cached", lambda model: True)
+            wrong_but_cached = hub(["org/open"])
+            wrong_for_data = hub(["org/open"], has_data=True)
     away = hub([])
     assert (nobody.status, nobody.found) == (
         "ok",
@@ -137,6 +147,9 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch):
     assert missing.status == "fault"
     assert missing.found == "org/missing: RepositoryNotFound; logged in as somebody"
     assert (gated.status, gated.found.split(";")[0]) == ("fault", "org/gated: GatedRepo")
+    assert (cached.status, "in the cache" in cached.meaning) == ("warning", True)
+    assert (other.status, other.found.split(":")[0]) == ("fault", "org/missing")
+    assert (wrong_but_cached.status, wrong_for_data.status) == ("warning", "fault")
     assert wrong.status == "fault"
     assert "refuses the token (status 401)" in wrong.found
     assert (away.status, "does not answer" in away.found) == ("warning", True)

@@ -30,9 +30,10 @@ def config_of(tmp_path: Path, **sections: Any) -> PPOConfig:
 
 
 LOWERED = """
-import resource
+import os, resource
 from raypo.doctor.system_checks import open_files, processes
 
+os.geteuid = lambda: 1000
 for name, limit, check in (
     ("NOFILE", 8192, open_files),
     ("NOFILE", 2048, open_files),
@@ -43,6 +44,8 @@ for name, limit, check in (
     resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     result = check()
     print(result.status, result.found)
+os.geteuid = lambda: 0
+print("root:", "ulimit" in processes().remedy)
 """
 
 
@@ -57,6 +60,7 @@ def test_real_limits_that_are_lowered_step_by_step():
         "fault at most 512 open files",
         "warning at most 3000 processes and threads",
         "fault at most 300 processes and threads",
+        "root: False",
     ]
 
 
@@ -119,6 +123,24 @@ def test_gloo_by_the_hosts_name(monkeypatch: pytest.MonkeyPatch):
     assert gloo(2, "10.0.0.6").status == "fault"
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.5")
     assert gloo(2, "10.0.0.6").status == "ok"
+
+
+def test_a_host_whose_name_leads_to_an_address_that_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "203.0.113.7")
+    alone, several = gloo(1, ""), gloo(2, "10.0.0.6")
+    assert (alone.status, several.status) == ("warning", "fault")
+    assert several.found.startswith("203.0.113.7, ")
+
+
+def test_loopback_has_another_name_on_some_systems(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.1.1")
+    loopback = SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo0": [loopback]})
+    assert gloo(1, "").status == "ok"
 
 
 def test_a_port_in_use():
