@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 LIMIT_S = 600.0
 """Default time limit of a call."""
+IMPORTING = "importing the functions of the config"
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     f"from {__name__} import answer; answer()"
@@ -49,7 +50,9 @@ def kill(*pids: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | None = None) -> T:
+def call_in_subprocess(
+    function: Callable[..., T], *args: Any, limit_s: float | None = None, what: str = ""
+) -> T:
     """Call a function in a new process and return its result.
 
     The process has this one's environment, folder and `sys.path`. What it prints goes to standard
@@ -59,6 +62,7 @@ def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | 
         function: A function of raypo, which is pickled by its name.
         args: Its arguments, which are pickled, as the result is.
         limit_s: Seconds after which the process is killed. None means LIMIT_S.
+        what: What the function does, for messages. Empty means that it imports the user's code.
 
     Raises:
         CallTooSlowError: the function took longer than the limit.
@@ -76,9 +80,12 @@ def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | 
         try:
             process.communicate(call, timeout=limit_s)
         except subprocess.TimeoutExpired:
+            remedy = (
+                "Load models in the first call of a function, and not when its file is imported."
+            )
             raise CallTooSlowError(
-                f"importing the functions of the config took longer than {limit_s:g} s. Load "
-                "models in the first call of a function, and not when its file is imported."
+                f"{what or IMPORTING} took longer than {limit_s:g} s. "
+                + (remedy if not what else "Find out why it does not answer.")
             ) from None
         finally:  # also after Ctrl-C
             if process.poll() is None:
@@ -88,9 +95,10 @@ def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | 
         file.seek(0)
         content = file.read()
     if not content:
+        remedy = "Look there for the cause." if what else "Import their files in Python to find it."
         raise ConfigError(
-            "importing the functions of the config ended the process that checks them (status "
-            f"{status}). Its output is above. Import their files in Python to find the cause."
+            f"{what or IMPORTING} ended the process that checks {'it' if what else 'them'} (status "
+            f"{status}). Its output is above. {remedy}"
         )
     result, error = pickle.loads(content)
     if error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +183,8 @@ def _with_gpus(found: FoundGpus, least: int, function: Callable[..., Result], *a
     gpus = found()
     if len(gpus) < least:
         return skipped("there is one GPU" if gpus else NO_GPU)
-    return call_in_subprocess(function, gpus, *args, limit_s=PROCESS_LIMIT_S)
+    what = f"the check of {len(gpus)} GPUs ({function.__name__})"
+    return call_in_subprocess(function, gpus, *args, limit_s=PROCESS_LIMIT_S, what=what)
 
 
 def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result:
@@ -308,11 +311,12 @@ def pass_tensor(device: str) -> None:
 
     context = torch.multiprocessing.get_context("spawn")
     tensor = torch.arange(1000, dtype=torch.float32, device=device)
+    handle = bytes(ForkingPickler.dumps(tensor))  # a queue would lose an error in its thread
     reading, writing = context.Pipe(duplex=False)
     queue = context.Queue()
     process = context.Process(target=_read_tensor, args=(queue, writing), daemon=True)
     process.start()
-    queue.put(tensor)
+    queue.put(handle)
     answer = reading.recv() if reading.poll(GROUP_TIMEOUT_S) else "no answer in time"
     process.join(SMI_TIMEOUT_S)
     process.kill()
@@ -322,7 +326,7 @@ def pass_tensor(device: str) -> None:
 
 def _read_tensor(queue: Any, answer: Any) -> None:
     try:
-        answer.send(float(queue.get(timeout=GROUP_TIMEOUT_S).sum()))
+        answer.send(float(pickle.loads(queue.get(timeout=GROUP_TIMEOUT_S)).sum()))
     except Exception as error:
         answer.send(f"{type(error).__name__}: {error}")
 

@@ -47,7 +47,7 @@ def machine_checks(
 def _ray(section: ClusterSection) -> Result:
     check_machine(section)
     address, source = cluster_address(section)
-    return ok(f"{source} ({address}) answers" if address else "a local Ray can start")
+    return ok(f"{source} ({address})" if address else "a local Ray can start")
 
 
 def _shared_memory(config: AnyConfig | None) -> Result:

@@ -62,7 +62,8 @@ def _inputs(config: AnyConfig, *, is_here: bool) -> Result:
 
 def _models_apart(config: AnyConfig, nodes: Callable[[], Sequence[Node]]) -> Result:
     resources = [node.resources for node in nodes()]
-    return call_in_subprocess(_models, config, resources, limit_s=PROCESS_LIMIT_S)
+    what = "reading the models' configs and tokenizers"
+    return call_in_subprocess(_models, config, resources, limit_s=PROCESS_LIMIT_S, what=what)
 
 
 def _models(config: AnyConfig, resources: Sequence[dict[str, float]]) -> Result:

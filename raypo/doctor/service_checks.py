@@ -57,7 +57,8 @@ def service_checks(config: AnyConfig) -> list[Check]:
 
 
 def _in_process(name: str, function: Callable[..., Result], *args: Any) -> Check:
-    call = partial(call_in_subprocess, function, *args, limit_s=CLIENT_LIMIT_S)
+    what = f"the client of {name}"
+    call = partial(call_in_subprocess, function, *args, limit_s=CLIENT_LIMIT_S, what=what)
     return Check(name, call, CLIENT_LIMIT_S + 5.0)  # the process is killed before
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raypo import PPOConfig, PPOTrainer
+from raypo.custom.in_subprocess import descendants, kill
 from tests.integration.task import numbers, raypo, read_metrics
 from tests.integration.test_vllm_frozen import tiny_reward_model
 from tests.slow.killed_roles import PHASES, SERVED
@@ -71,14 +72,19 @@ def test_a_role_that_is_killed_in_each_phase_changes_no_figure(
 
 
 def test_a_driver_that_is_killed_in_each_phase_goes_on_when_it_is_started_again(
-    task: Path, keys: dict[str, Any], undisturbed: Any
+    task: Path, keys: dict[str, Any], undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)  # it starts a Ray of its own
     values = keys | {"callbacks": "[tests.slow.killed_roles:between]"}
     arguments = [f"{key}={value}" for key, value in values.items()]
     folder = task.parent / "runs" / "driver"
     for number in range(len(PHASES) + 1):
         command = raypo("train", task, "name=driver", *arguments)
-        out, error = command.communicate(timeout=TIMEOUT_S)
+        try:
+            out, error = command.communicate(timeout=TIMEOUT_S)
+        finally:  # after a timeout, else it has ended
+            if command.poll() is None:
+                kill(command.pid, *descendants(command.pid))
         assert len(phases_of_kills(folder)) == min(number + 1, len(PHASES)), out + error
         assert command.returncode == (-9 if number < len(PHASES) else 0), error
     assert phases_of_kills(folder) == PHASES

@@ -1,10 +1,13 @@
+import os
 import sys
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from raypo.config import ConfigError
 from raypo.custom import in_subprocess
-from raypo.custom.in_subprocess import call_in_subprocess
+from raypo.custom.in_subprocess import CallTooSlowError, call_in_subprocess
 from raypo.custom.loader import load_function
 
 
@@ -64,3 +67,27 @@ def test_an_import_that_hangs_is_refused(tmp_path, monkeypatch):
     path.write_text("import time; time.sleep(600)")
     with pytest.raises(ConfigError, match="took longer than 1 s"):
         call_in_subprocess(load, f"{path}:score")
+
+
+def end(status: int) -> None:
+    os._exit(status)
+
+
+def test_a_call_that_imports_nothing_is_told_by_its_name():
+    with pytest.raises(ConfigError, match=r"^reading models ended the process .* \(status 3\)"):
+        call_in_subprocess(end, 3, what="reading models")
+
+
+def test_a_call_that_hangs_leaves_no_process_behind(tmp_path):
+    path, pid = tmp_path / "rewards.py", tmp_path / "pid"
+    path.write_text(
+        "import pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    with pytest.raises(CallTooSlowError):
+        call_in_subprocess(load, f"{path}:score", limit_s=10.0)
+    assert pid.exists()
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
