@@ -43,7 +43,12 @@ from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
 from raypo.inputs import functions_of_user
 from raypo.rewards.scoring import RewardFunction, WeightedSum
-from raypo.serving.vllm_arguments import check_extra, check_head_dtype, check_router_replay
+from raypo.serving.vllm_arguments import (
+    check_extra,
+    check_head_dtype,
+    check_router_replay,
+    check_speculation,
+)
 from raypo.tracking.sinks import check_installed
 
 
@@ -69,6 +74,7 @@ def check_inputs(
         check_model(key, path, is_trained=key in ("model.policy", "model.critic"))
     if isinstance(config, OnlineConfig | PolicyExamplesConfig):
         check_extra(config.rollout.engine)
+        check_speculation(config.rollout.engine.speculation.kind)
         check_shards(config)
     if isinstance(config, OnlineConfig):
         check_head_dtype(config.model.head_dtype)

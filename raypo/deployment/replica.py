@@ -128,8 +128,12 @@ class ReplicaClient:
 
         async def reply() -> Any:
             async with time_limit(self.limits), self._waiting_for(method.__name__):
-                control = self._remote().control
-                return self._value_of(await control.remote(method.__name__, args, kwargs))
+                ref = self._remote().control.remote(method.__name__, args, kwargs)
+                try:
+                    return self._value_of(await ref)
+                except asyncio.CancelledError:  # `request_timeout_s`; it may not have begun
+                    ray.cancel(ref)
+                    raise
 
         return background_future(reply())
 
