@@ -196,6 +196,21 @@ def test_an_adapter_has_the_weights_that_peft_gives_it(tmp_path: Path, targets: 
     assert adapter_weights(section, shape) == learning
 
 
+def test_a_run_with_muon_holds_one_moment_of_the_linear_layers(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path))
+    values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
+    values |= {"model": {"policy": folder, "dtype": "float32"}}
+
+    def optimizer(name: str) -> int:
+        run = PPOConfig.parse(values | {"learner": {"optimizer": name}})
+        held = roles_of(run, Models.read(run), Sharding(2), "cpu", None)[0].memory.held
+        return held["policy optimizer"]
+
+    modules = load_causal_lm(folder, dtype="float32").base_model.modules()
+    linear = sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    assert optimizer("adamw") - optimizer("muon") == 4 * linear
+
+
 def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Path):
     folder = str(tiny_policy(tmp_path))
     values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
