@@ -77,6 +77,14 @@ def test_labels_are_left_to_loading_where_bad_rows_are_dropped(values: dict):
     check_inputs(PPOConfig.parse(values))
 
 
+def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
+    values = with_labels(
+        values, "New York", "x^2", "We leave the proof to the reader. It is long but easy."
+    )
+    values["reward"]["function"] = "raypo.rewards.math_verifiers:math_answer"
+    assert "prompts.jsonl:3 is prose" in refusal(values)
+
+
 def test_a_verifier_without_a_label_key_is_told_what_to_set(values: dict):
     values = with_labels(values, "2")
     del values["data"]["label_key"]

@@ -146,6 +146,27 @@ def test_rows_to_learn_from_are_refused_or_dropped(
     assert ignored.startswith("ignored in eval.prompts: ")
 
 
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_response_that_the_template_refuses_is_its_rows_error(tmp_path, tokenizer, before):
+    tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}"
+        + CHAT_TEMPLATE
+    )
+    call = [ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}]
+    rows = [{"prompt": [*before, *CHAT], "response": each} for each in ("a", call, "b")]
+    path = write(tmp_path / "a.jsonl", rows)
+    told = refused(
+        load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END
+    )
+    assert told == (
+        f"data.response_key (response): the tokenizer's chat template refuses {path}:2: no calls. "
+        "Correct the messages."
+    )
+    dropping = ResponsesSection.model_validate({"prompts": path, "on_error": "drop"})
+    loaded = load_examples(dropping, tokenizer, END)
+    assert (len(loaded.items), loaded.bad.count) == (2, 1)
+
+
 def test_json_lines_in_a_json_file_are_told_their_ending(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -223,6 +223,12 @@ def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
     assert (found.reason, parts_of(found), texts_of(found)) == ("no", {"a": 1.0}, {"why": "x"})
 
 
+def test_a_failed_score_keeps_its_reason_between_processes():
+    failed = pickle.loads(pickle.dumps(FailedScore("why")))
+    assert np.isnan(failed)
+    assert failed.reason == "why"
+
+
 def test_a_sum_keeps_parts_and_texts_and_fails_where_no_function_gave_a_score():
     first = answering([{"score": 1.0, "why": "yes"}, {"score": None, "a": 1, "why": "no"}])
     total = WeightedSum([first, answering([0.5, None])], [1.0, 2.0])

@@ -287,3 +287,9 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch, package, fu
     monkeypatch.delitem(sys.modules, function.partition(":")[0], raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'raypo\[math\]' on every node"):
         load_function(function)
+
+
+def test_prompts_from_reasoning_gym_need_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"data\.prompts .*pip install 'raypo\[math\]'"):
+        list(read_rows("reasoning_gym://chain_sum", key="data.prompts"))
