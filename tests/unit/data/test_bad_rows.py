@@ -63,6 +63,14 @@ def test_a_bad_row_keeps_its_number(tmp_path, tokenizer):
     assert (loaded.sizes, loaded.bad.count) == ((1, 2), 3)
 
 
+def test_a_csv_line_with_too_many_fields_is_dropped(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\na\nb,c\nd\n")
+    loaded = load_prompts(section(str(path), on_error="drop"), tokenizer)
+    assert [each.text for each in loaded.prompts] == ["a", "d"]
+    assert f"{path}:3" in loaded.bad.first
+
+
 @pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"prompt": ""}'])
 def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
     path = tmp_path / "a.jsonl"

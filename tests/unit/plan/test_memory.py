@@ -125,6 +125,18 @@ def test_a_worker_alone_shards_nothing(keys: dict, dtype: str, workers: int, sta
     assert Sharding.of(section, dtype=dtype, num_workers=workers).stage == stage
 
 
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    "keys", [{"zero_stage": 0}, {"deepspeed": {"zero_optimization": {"stage": 0}}}]
+)
+def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys: dict):
+    section = LearnerSection.model_validate(keys)
+    config = deepspeed_config(section, dtype=dtype, num_workers=1)
+    assert config["zero_optimization"]["stage"] == stage
+    assert Sharding.of(section, dtype=dtype, num_workers=1).stage == stage
+    assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
+
+
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_saved_activations_are_what_autograd_saves(

@@ -218,6 +218,11 @@ def test_a_server_says_in_seconds_or_with_a_date_when_to_come_again():
     assert _seconds("soon") == _seconds(None) == 0.0
 
 
+def test_a_server_that_hangs_up_is_asked_again():
+    with scripted(lambda body, number: (0, {}) if number < 3 else (200, numbers(body))) as (url, _):
+        assert scores_of(client(url)) == EXPECTED
+
+
 def test_the_error_of_a_server_that_stays_broken_is_the_reason():
     def function(rollouts: list[Rollout]) -> list[float]:
         raise KeyError("no such label")
@@ -268,6 +273,11 @@ def test_a_small_answer_that_decompresses_to_a_large_one_is_not_held():
     with scripted(lambda body, number: (200, bomb), {"Content-Encoding": "gzip"}) as (url, _):
         assert "is larger than" in reason_of(client(url, batch_size=100))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 400_000  # kB
+
+
+def test_the_reason_of_a_failure_may_be_nested_too_deeply():
+    with scripted(lambda body, number: (400, b"[" * 10**5)) as (url, _):
+        assert "status 400: [[[" in reason_of(client(url, batch_size=100))
 
 
 def test_a_slow_server_times_out_and_the_other_one_answers():

@@ -71,6 +71,10 @@ def test_the_function_is_called_once_with_all_rollouts_as_a_list():
     assert calls == [ROLLOUTS]
 
 
+def test_no_rollouts_no_call():
+    assert score(answering("not called"), []) == []
+
+
 def test_numbers_of_every_kind_become_floats():
     import torch
 
