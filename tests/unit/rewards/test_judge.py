@@ -111,8 +111,10 @@ def test_a_score_keeps_its_texts_between_workers_and_over_http():
         ("2.5", 0.375),
         ("6", None),
         ("-3", None),
+        ("40%", None),
         ("", None),
         ("very friendly", None),
+        ("g4", None),
     ],
 )
 def test_the_last_number_in_range_is_the_grade(text, grade):

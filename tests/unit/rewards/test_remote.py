@@ -294,6 +294,18 @@ def test_a_slow_server_times_out_and_the_other_one_answers():
         release.set()
 
 
+def test_requests_go_to_all_servers():
+    counts = []
+    with (
+        scripted(lambda body, number: (200, numbers(body))) as (one, first),
+        scripted(lambda body, number: (200, numbers(body))) as (two, second),
+    ):
+        assert scores_of(client(one, two, batch_size=1)) == EXPECTED
+        counts = [len(first), len(second)]
+    assert sum(counts) == 10
+    assert min(counts) >= 1  # how many each gets is up to the clock
+
+
 def test_no_more_requests_are_under_way_than_allowed():
     now, most, lock = [0], [0], threading.Lock()
 
