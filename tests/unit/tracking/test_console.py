@@ -140,6 +140,16 @@ def test_a_resumed_run_does_not_repeat_the_warnings_of_its_first_command():
     assert "warning: " not in resumed(**{"ppo/clip_fraction": 0.5})
 
 
+def test_a_run_that_loses_its_worker_is_judged_by_each_step_once():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 8, None, "runs/r")
+    for step in (1, 2, 3):
+        console.step({"step": step, "rollout/score_mean": 0.9})
+    console.resume(2)  # Ray Train began again, from the checkpoint of step 1
+    assert [row["step"] for row in console._rows] == [1]
+
+
 def test_other_recipes_have_their_own_metrics():
     row = {"train/loss": 1.5, "eval/accuracy": 0.75, "perf/samples_per_s": 12.0, "time/step_s": 2.0}
     assert step_line(2, 9, row) == ("step 2/9  loss 1.5000  2.0 s  eval accuracy 75.0%")
