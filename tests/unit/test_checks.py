@@ -432,6 +432,12 @@ def test_a_checkpoint_that_would_not_load_is_refused_before_anything_starts(
         beginning(values, checkpoint, **changes)
 
 
+def test_a_held_out_metric_needs_held_out_prompts(values: dict):
+    for section in ({"checkpoint": {"best_by": "eval/score_mean"}}, {"stop": {"patience": 3}}):
+        with pytest.raises(ConfigError, match=r"\(eval/score_mean\): .* eval.prompts is null"):
+            PPOConfig.parse(values | section)
+
+
 def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
     values: dict, tmp_path: Path
 ):

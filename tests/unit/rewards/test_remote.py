@@ -407,6 +407,16 @@ def test_requests_whose_bodies_are_still_coming_count_as_waiting():
         first.join()
 
 
+def test_prompt_and_response_are_enough_for_a_request():
+    (made,) = from_request(b'{"samples": [{"prompt": "2+2=", "response": "4"}]}')
+    assert (made.prompt, made.response, made.label, made.finish_reason) == (
+        "2+2=",
+        "4",
+        None,
+        "stop",
+    )
+
+
 class Judge:
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
         return as_number(rollouts)
