@@ -189,6 +189,12 @@ def test_a_curve_of_blocks():
     assert curve_line([1.0, 1.0]) == "▁▁"
 
 
+def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
+    stream = io.StringIO()
+    Console(stream).start("r", 1, None, "runs/r")
+    assert stream.getvalue() == "raypo: r, 1 step, files in runs/r\n"
+
+
 def test_the_token_is_shown_in_a_terminal_and_kept_out_of_what_is_logged():
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
