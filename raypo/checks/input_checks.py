@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from raypo.checks.function_checks import (
@@ -35,6 +37,7 @@ from raypo.config import (
     PolicyExamplesConfig,
     PPOConfig,
 )
+from raypo.config.paths import is_uri
 from raypo.custom.in_subprocess import call_in_subprocess
 from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
@@ -88,6 +91,7 @@ def check_inputs(
     notes += _notes_on_elastic(config)
     if on_this_machine:
         _check_cpus(config)
+        check_disk(config)
     return notes
 
 
@@ -214,4 +218,24 @@ def _check_cpus(config: Any) -> None:
             f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner workers "
             f"need {cores_needed} CPU cores, but this machine has {cores}. Lower "
             "learner.num_workers or learner.cpus_per_worker, or set cluster.address."
+        )
+
+
+def check_disk(config: AnyConfig) -> None:
+    """Refuse a disk that has no room for the trained policy, the least that a run writes.
+
+    Raises:
+        ConfigError: the weights of `model.policy` are larger than the free space.
+    """
+    policy, storage = Path(config.model.policy).expanduser(), Path(config.absolute_storage_path)
+    if is_uri(config.storage_path) or not policy.is_dir() or config.model.lora:
+        return
+    root = next(folder for folder in (storage, *storage.parents) if folder.is_dir())
+    free = shutil.disk_usage(root).free
+    size = sum(file.stat().st_size for file in policy.glob("model*.safetensors"))
+    if size > free:
+        raise ConfigError(
+            f"storage_path ({config.storage_path}): {free / 1e9:.3g} GB are free there, but the "
+            f"trained policy alone takes {size / 1e9:.3g} GB, and a checkpoint several times as "
+            "much. Free some space, or give a folder with more."
         )

@@ -159,6 +159,14 @@ def check_recorded_inputs(
         )
 
 
+def finished_message(files: RunFiles, config: RecipeConfig, *, fresh: str) -> str:
+    """Return what a finished run says when it is started again; `fresh` is what starts it over."""
+    more = "a higher num_steps continues it, " if config.may_change_length else ""
+    return (
+        f"raypo: {config.name} is finished, files in {files.location}; {more}{fresh} starts over."
+    )
+
+
 def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
     """Return True if the folder's run reached its last step, or ended by the same `stop` rules."""
     summary = files.summary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raypo.cli.doctor import doctor
 from raypo.cli.evaluate import evaluate, export
 from raypo.cli.explain import explain
 from raypo.cli.init import init
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(init)
 app.command()(train)
+app.command()(doctor)
 app.command("eval")(evaluate)
 app.command("config")(explain)
 app.command("try-reward")(try_reward)

@@ -39,6 +39,7 @@ def sweep(
     require("sweep", "raypo sweep")
     from raypo.checks.input_checks import check_inputs
     from raypo.checks.resume_checks import check_outside
+    from raypo.cluster.machine import check_machine
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.goal import check_metrics
@@ -46,6 +47,7 @@ def sweep(
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
+    check_machine(base.cluster)
     check_metrics(config, base)
     for note in check_inputs(base):
         typer.echo(f"Note: {note}.")

@@ -22,12 +22,19 @@ def train(
 ) -> None:
     """Start a run, resume an interrupted run, or report that it is finished."""
     from raypo.checks.input_checks import check_inputs
-    from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
+    from raypo.checks.resume_checks import (
+        check_fresh_start,
+        check_run_folder,
+        finished_message,
+        is_finished,
+    )
     from raypo.checks.row_checks import with_steps_of_epochs
+    from raypo.cluster.machine import check_machine
     from raypo.config import load_run_config
     from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
+    check_machine(run.cluster)
     notes = check_inputs(run)
     run = with_steps_of_epochs(run)
     files = RunFiles(run.storage_path, run.name)
@@ -36,11 +43,7 @@ def train(
     else:
         check_run_folder(run, files)
         if is_finished(files, run):
-            more = "a higher num_steps continues it, " if run.may_change_length else ""
-            typer.echo(
-                f"raypo: {run.name} is finished, files in {files.location}; {more}--fresh starts "
-                "over."
-            )
+            typer.echo(finished_message(files, run, fresh="--fresh"))
             return
     files.check_writable()
     from raypo.cluster.connect import connecting  # imports Ray

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import ray
 
 from raypo.cluster.devices import check_choice, users_choice
+from raypo.cluster.machine import (
+    PROBE_TIMEOUT_S,
+    check_address,
+    check_folders,
+    cluster_address,
+    refusal,
+    saved_token,
+)
 from raypo.concurrency import settle
 from raypo.config import ClusterSection, ConfigError
 from raypo.ray_internals import (
@@ -30,9 +34,6 @@ from raypo.ray_internals import (
     read_environment_again,
 )
 from raypo.tracking.console import Console
-
-PROBE_TIMEOUT_S = 5.0
-"""Timeout of the probe of an address, in seconds, before Ray itself connects."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
@@ -73,12 +74,6 @@ _DRIVER_DEFAULTS = {
     # at least this interval. Ray's default is 2 s. A poll costs about a millisecond.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
-
-
-_LONGEST_SOCKET = 107
-"""Most bytes in the path of a Unix socket, by the kernel."""
-_SESSION = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
-"""Socket of a local Ray below its temporary folder."""
 
 
 _our_job = ""
@@ -149,7 +144,8 @@ def _connect(section: ClusterSection) -> bool:
     if is_auto and running:  # probe it below: Ray itself would hang if the address file is stale
         address, source = running, f"{source}=auto"
     if address:
-        _probe(address, source)
+        check_address(address, source)
+        _authenticate(address, source)
         where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
     else:
         if running and refusal(running) is None:
@@ -157,7 +153,7 @@ def _connect(section: ClusterSection) -> bool:
                 "raypo: starting a new Ray beside the one that runs on this machine "
                 f"({running}); cluster.address=auto uses the running one"
             )
-        _check_folders()
+        check_folders()
         # Processes of a local Ray inherit variables; a runtime_env would cost each process a
         # second.
         os.environ.update(worker_environment())
@@ -203,13 +199,6 @@ def _tell_ray(how: str) -> None:
     """Print which Ray is used. The trials of an experiment, which are actors, do not repeat it."""
     if is_driver():
         Console().message(f"raypo: Ray at {ray.get_runtime_context().gcs_address}, {how}")
-
-
-def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
-    """Return the cluster's address and the setting that gives it. None means a local Ray."""
-    if section.address:
-        return section.address, "cluster.address"
-    return os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
 
 
 def _started_here() -> str | None:
@@ -272,98 +261,7 @@ def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 def dashboard_token() -> str | None:
     """Return the token of Ray's dashboard. None means that it needs no token, or none was found."""
-    return _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
-
-
-def _token() -> str | None:
-    # Ray looks in the same three places, in this order.
-    if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    try:
-        return path.read_text().strip() or None
-    except OSError:
-        return None
-
-
-def _probe(address: str, source: str) -> None:
-    """Refuse an address where no Ray listens; Ray itself would retry for minutes."""
-    if address in ("auto", "local"):
-        return
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"{source} ({address}): Ray Train does not run through Ray Client. Start raypo on a "
-            f"node of the cluster with the address host:port, or with `ray job submit`."
-        )
-    try:
-        parsed = urlparse(f"ray-gcs://{address}")
-        is_complete = bool(parsed.hostname and parsed.port)
-    except ValueError:  # the port is no number, or too large
-        is_complete = False
-    if not is_complete:
-        raise ConfigError(
-            f"{source} ({address}): an address is host:port, with a port up to 65535. Correct it, "
-            "or leave it out for a local Ray."
-        )
-    if error := refusal(address):
-        raise ConfigError(
-            f"{source} ({address}): nothing listens there ({error}). Start the cluster "
-            f"(ray start --head), correct the address, or leave it out for a local Ray."
-        )
-    _authenticate(address, source)
-
-
-def _check_folders() -> None:
-    """Refuse to start a local Ray if it cannot write its files; its own errors name no remedy.
-
-    Raises:
-        ConfigError: names the variable that says where the files are.
-    """
-    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
-    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
-    variable = named[0] if named else "RAY_TMPDIR"
-    root = Path(os.environ[variable] if named else "/tmp")
-    remedy = "Set RAY_TMPDIR to a short path of a folder that you may write to."
-    if reason := _why_not_writable(root / "ray"):
-        raise ConfigError(
-            f"{variable} ({root}): Ray writes the files of its sessions to {root / 'ray'}, but "
-            f"this failed ({reason}). {remedy}"
-        )
-    longest = len(os.fsencode(root / _SESSION.format(pid=os.getpid())))
-    if longest > _LONGEST_SOCKET:
-        raise ConfigError(
-            f"{variable} ({root}): the path is {longest - _LONGEST_SOCKET} bytes too long for the "
-            f"sockets that Ray creates below it. {remedy}"
-        )
-    writes_token = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not _token()
-    if writes_token and (reason := _why_not_writable(Path.home() / ".ray")):
-        raise ConfigError(
-            f"HOME ({Path.home()}): Ray writes its token to {Path.home() / '.ray'}, but this "
-            f"failed ({reason}). Set HOME to a folder that you may write to, or RAY_AUTH_TOKEN to "
-            "a secret of your own."
-        )
-
-
-def _why_not_writable(folder: Path) -> str | None:
-    """Return why no file can be written in a folder, which is created, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-    except OSError as error:
-        return error.strerror
-    return None
-
-
-def refusal(address: str) -> OSError | None:
-    """Return why host:port cannot be reached, or None if something listens there."""
-    host, port = address.rsplit(":", 1)
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        return error
-    return None
+    return saved_token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
 
 
 def _authenticate(address: str, source: str) -> None:
@@ -372,11 +270,13 @@ def _authenticate(address: str, source: str) -> None:
     Ray enables this mode by itself only for the address `auto`. For host:port, it would retry
     without a token for 20 s.
     """
+    if address in ("auto", "local"):
+        return
     if os.environ.get("RAY_USE_TLS", "0") != "0" or "RAY_ENABLE_K8S_TOKEN_AUTH" in os.environ:
         return  # the probe below speaks neither TLS nor Kubernetes tokens
     if _answer(address, source, token=None):
         return
-    token, mode = _token(), os.environ.get("RAY_AUTH_MODE")
+    token, mode = saved_token(), os.environ.get("RAY_AUTH_MODE")
     if token is None:
         raise ConfigError(
             f"{source} ({address}): this Ray requires a token, but none is set. Set "

@@ -106,7 +106,7 @@ def this_machine() -> list[Node]:
             gpu_bytes=min(size for size, _ in gpus) if gpus else None,
             gpu=gpu_of(gpus[0][1]) if gpus else None,
             cpus=cpu_count(),
-            ram_bytes=_memory(),
+            ram_bytes=memory_bytes(),
         )
     ]
 
@@ -185,7 +185,7 @@ def _own_gpus() -> list[tuple[int, str]]:
     return memories[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
 
 
-def _memory() -> int:
+def memory_bytes() -> int:
     """Return the bytes of RAM, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -198,7 +198,7 @@ def _memory() -> int:
 
 def available_memory() -> int:
     """Return the bytes of RAM that are free or easily freed, within the container's limit."""
-    free = _memory()
+    free = memory_bytes()
     with suppress(FileNotFoundError):  # macOS has no such file
         lines = (line.split() for line in MEMINFO.read_text().splitlines())
         free = next(int(size) * 1024 for name, size, *_ in lines if name == "MemAvailable:")
@@ -212,5 +212,5 @@ def available_memory() -> int:
         except (OSError, ValueError):
             continue
         freeable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
-        free = min(free, _memory() - in_use + freeable)
+        free = min(free, memory_bytes() - in_use + freeable)
     return max(0, free)

@@ -5,19 +5,16 @@ Ray Train's controller imports this module, so it must not import model code.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
-from contextlib import suppress
 from dataclasses import asdict
-from ipaddress import ip_address
 from typing import Any
 
 import ray.util
 from ray.train.torch import TorchConfig
 
 from raypo.cluster.devices import check_granted
+from raypo.cluster.network import GLOO_INTERFACE, interface_of, is_loopback
 
 _Usual: Any = TorchConfig().backend_cls
 
@@ -34,11 +31,6 @@ class CheckedBackend(_Usual):
         super().on_start(worker_group, backend_config)
 
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface."""
-
-
 def prepare_worker(num_workers: int) -> None:
     """Check a worker's GPUs, and set gloo's interface unless the user has set it.
 
@@ -49,29 +41,10 @@ def prepare_worker(num_workers: int) -> None:
         ConfigError: the worker cannot use its GPUs.
     """
     check_granted(num_workers)
-    if num_workers > 1 and GLOO_INTERFACE not in os.environ and _is_loopback(socket.gethostname()):
+    if num_workers > 1 and GLOO_INTERFACE not in os.environ and is_loopback(socket.gethostname()):
         name = interface_of(ray.util.get_node_ip_address())
         if name is not None:
             os.environ[GLOO_INTERFACE] = name
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address, or None if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no IPv4 address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(socket.gethostbyname(host)).is_loopback
-    except OSError:  # gloo then uses the loopback interface
-        return True
 
 
 class CheckedTorchConfig(TorchConfig):

@@ -19,14 +19,18 @@ from raypo.config import ConfigError
 T = TypeVar("T")
 
 LIMIT_S = 600.0
-"""Time limit of a call."""
+"""Default time limit of a call."""
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     f"from {__name__} import answer; answer()"
 )
 
 
-def call_in_subprocess(function: Callable[..., T], *args: Any) -> T:
+class CallTooSlowError(ConfigError):
+    """A call exceeded its time limit, and its process was killed."""
+
+
+def call_in_subprocess(function: Callable[..., T], *args: Any, limit_s: float | None = None) -> T:
     """Call a function in a new process and return its result.
 
     The process has this one's environment, folder and `sys.path`. What it prints goes to standard
@@ -35,22 +39,25 @@ def call_in_subprocess(function: Callable[..., T], *args: Any) -> T:
     Args:
         function: A function of raypo, which is pickled by its name.
         args: Its arguments, which are pickled, as the result is.
+        limit_s: Seconds after which the process is killed. None means LIMIT_S.
 
     Raises:
-        ConfigError: the function raised it, took longer than LIMIT_S or ended its process.
+        CallTooSlowError: the function took longer than the limit.
+        ConfigError: the function raised it or ended its process.
         Exception: the function's own error.
     """
+    limit_s = LIMIT_S if limit_s is None else limit_s
     call = pickle.dumps(sys.path) + pickle.dumps((function, args))
     # The answer is a file and not a pipe: processes that the user's code leaves behind would keep
     # a pipe open.
     with tempfile.TemporaryFile() as file:
         try:
             status = subprocess.run(
-                [sys.executable, "-c", _PROGRAM], input=call, stdout=file, timeout=LIMIT_S
+                [sys.executable, "-c", _PROGRAM], input=call, stdout=file, timeout=limit_s
             ).returncode
         except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"importing the functions of the config took longer than {LIMIT_S:g} s. Load "
+            raise CallTooSlowError(
+                f"importing the functions of the config took longer than {limit_s:g} s. Load "
                 "models in the first call of a function, and not when its file is imported."
             ) from None
         file.seek(0)

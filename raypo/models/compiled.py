@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -22,6 +20,8 @@ FOLDERS = {
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile a function for dynamic shapes. Later processes and runs reuse the compiled code."""
+    import torch
+
     keep_compiled_code()
     return torch.compile(function, dynamic=True, **options)
 

@@ -22,6 +22,7 @@ OTHER_NAMES = {
 }
 """Names of the same config keys in older architectures."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_HUB_TIMEOUT_S = 5.0
 VOCABULARY_PAD = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
 
@@ -273,7 +274,9 @@ def _folder(path: str, key: str) -> Path:
     import huggingface_hub  # only a hub id needs it
 
     try:
-        return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
+        is_local = not _hub_answers(path)
+        file = huggingface_hub.hf_hub_download(path, "config.json", local_files_only=is_local)
+        return Path(file).parent
     except huggingface_hub.errors.LocalEntryNotFoundError:
         raise ConfigError(
             f"{key} ({path}): there is no such folder, and the hub could not be reached to look "
@@ -284,6 +287,20 @@ def _folder(path: str, key: str) -> Path:
             f"{key} ({path}): its config.json cannot be loaded: {type(error).__name__}. Give a "
             "local folder, or correct the hub id."
         ) from None
+
+
+def _hub_answers(path: str) -> bool:
+    """Ask the hub once for a model's config.json: a download would retry for 25 s."""
+    import huggingface_hub
+
+    try:
+        url = huggingface_hub.hf_hub_url(path, "config.json")
+        huggingface_hub.get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True
+    except Exception:  # its type depends on the HTTP client
+        return False
+    return True
 
 
 def _json(path: Path, what: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Read = Callable[[Any, float], Any]
 """Function `(answer, seconds)` of the JSON value that a server has answered, and its duration."""
 Post = Callable[[Any, Read], Awaitable[Any]]
 """Function `(body, read)` that posts a request body, and returns what `read` returns."""
-_THIS_MACHINE: Any = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
+THIS_MACHINE: Any = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
 """Servers to which no proxy of the environment applies: it could not reach them."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -97,7 +97,7 @@ class JsonServers:
         room = asyncio.Semaphore(self._max_concurrent)
         limits = httpx.Limits(max_connections=self._max_concurrent)
         async with httpx.AsyncClient(
-            headers=self._headers, timeout=self._timeout_s, limits=limits, mounts=_THIS_MACHINE
+            headers=self._headers, timeout=self._timeout_s, limits=limits, mounts=THIS_MACHINE
         ) as client:
 
             async def post(body: Any, read: Read) -> Any:

@@ -1,7 +1,7 @@
 """Clients of engines, reference models and reward models.
 
 `EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
-(`local_handle`). Only the rollout controller samples with it, through `raypo.rollout.engines`.
+(`local_handle`). Only a run's first worker calls them.
 """
 
 from __future__ import annotations

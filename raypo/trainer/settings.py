@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import ray
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from raypo.cluster.connect import cluster_address, connect
+from raypo.cluster.connect import connect
 from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.cluster.hardware import this_machine
+from raypo.cluster.machine import cluster_address
 from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, RecipeConfig
 from raypo.custom.loader import imported_now

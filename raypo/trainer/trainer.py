@@ -37,7 +37,12 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_kernels, check_models
-from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
+from raypo.checks.resume_checks import (
+    check_fresh_start,
+    check_run_folder,
+    finished_message,
+    is_finished,
+)
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
@@ -265,12 +270,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             self._check_folder()
             if not self._fresh and is_finished(self._files, self.config):
-                can_go_on = self.config.may_change_length
-                more = "a higher num_steps continues it, " if can_go_on else ""
-                Console().message(
-                    f"raypo: {self.config.name} is finished, files in {self._files.location}; "
-                    f"{more}fresh=True starts over."
-                )
+                Console().message(finished_message(self._files, self.config, fresh="fresh=True"))
                 return self._with_every_step(Result.from_path(self._files.location))
             with self._without_leftovers():
                 if self._fresh:  # another trainer of this run may have removed what was given

@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.train import UserCallback, WorkerGroupError
 
 from raypo.cluster.actors import is_lost_actor
-from raypo.cluster.connect import refusal
+from raypo.cluster.machine import refusal
 from raypo.custom.errors import UserCodeError
 from raypo.metrics.process_memory import peak_memory
 from raypo.ray_internals import cause_of, failed_to_start

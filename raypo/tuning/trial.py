@@ -196,8 +196,8 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         # pbt restarts a stopped trial at the step of the stop.
         return self._reports.are_unwanted and self._segment is None
 
-    def _run_config(self, given: RunConfig | None) -> RunConfig:
-        run_config = super()._run_config(given)
+    def _run_config(self, run_config: RunConfig | None) -> RunConfig:
+        run_config = super()._run_config(run_config)
         return self._segment.run_config(run_config, self._files) if self._segment else run_config
 
     def _check_folder(self) -> None:

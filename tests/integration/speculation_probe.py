@@ -48,10 +48,10 @@ def pushed(engine: Engine, policy: nn.Module, version: int) -> None:
     engine.load_weights(local_push(pack(named, bucket_bytes=20_000), version=version))
 
 
-def requests(count: int, tokens: int, **more: float) -> list[SamplingRequest]:
+def requests(count: int, tokens: int, top_k: int | None = None) -> list[SamplingRequest]:
     seeds = np.random.default_rng(0).integers(0, 2**31, count)
     return [
-        SamplingRequest(PROMPT, max_new_tokens=tokens, temperature=0.7, seed=int(seed), **more)
+        SamplingRequest(PROMPT, max_new_tokens=tokens, temperature=0.7, seed=int(seed), top_k=top_k)
         for seed in seeds
     ]
 

@@ -77,6 +77,16 @@ def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
     assert [row["step"] for row in first.metrics if "eval/score_mean" in row] == [2, 4]
 
 
+def test_every_file_and_folder_of_a_run_has_the_mode_that_the_umask_gives(first: SimpleNamespace):
+    umask = os.umask(0)
+    os.umask(umask)
+    paths = [first.folder, *first.folder.rglob("*")]
+    assert len(paths) > 20
+    for path in paths:
+        mode = (0o777 if path.is_dir() else 0o666) & ~umask
+        assert oct(path.stat().st_mode & 0o777) == oct(mode), path
+
+
 def test_the_phases_add_up_to_the_step(first: SimpleNamespace):
     for row in first.metrics:
         assert sum(row[name] for name in PHASES) == pytest.approx(row["time/step_s"], rel=0.02)

@@ -172,7 +172,8 @@ def test_a_replica_that_hangs_fails_its_health_check(
     os.kill(pid, signal.SIGSTOP)
     assert handle.call(Doubler.double, 3).result(60) == 6
     until(lambda: not is_there(pid))
-    assert "doubler:0: no answer to a health check in 0.5 s" in caplog.text
+    text = "doubler 0 was lost and is restarted: no answer to a health check in 0.5 s"
+    assert text in caplog.text
 
 
 def test_a_replica_that_answers_and_does_not_get_on_is_started_again(
@@ -183,7 +184,7 @@ def test_a_replica_that_answers_and_does_not_get_on_is_started_again(
     (sticks := tmp_path / "sticks").touch()
     assert handle.call(Doubler.get_stuck_once, str(sticks)).result(60) == "done"
     assert pids(handle) != [before]
-    assert "doubler:0: it made no progress for" in caplog.text
+    assert "doubler 0 was lost and is restarted: it made no progress for" in caplog.text
     assert "(stall_timeout_s: 0.5)" in caplog.text
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def refusal(values: dict) -> str:
 
 def test_good_input_passes(values: dict):
     check_inputs(PPOConfig.parse(values))
+
+
+def test_a_disk_without_room_for_the_policy_is_named(values: dict, tmp_path: Path):
+    size = shutil.disk_usage(tmp_path).free + 10**12
+    tensor = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
+    header = json.dumps({"weight": tensor}).encode()
+    with (tmp_path / "policy" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # sparse: it takes no room itself
+    assert refusal(values).startswith(f"storage_path ({tmp_path}/runs): ")
+    check_inputs(PPOConfig.parse(values | {"storage_path": "s3://bucket/runs"}))
 
 
 def test_a_judges_template_names_what_the_rows_have(values: dict):

@@ -49,6 +49,27 @@ def test_a_missing_config_is_status_2(
     assert "nowhere.yaml: there is no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["sweep", "plan"])
+def test_a_constraint_that_no_trial_can_log_is_status_2(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    base = tmp_path / "ppo.yaml"
+    base.write_text(
+        "name: run\nmodel: {policy: none}\ndata: {prompts: no.jsonl}\neval: {prompts: no.jsonl}\n"
+        "reward: {function: no.py:score}\n"
+    )
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(
+        f"name: s\nbase: {base}\nspace: {{seed: {{choice: [0, 1]}}}}\n"
+        "constraint: rollout/score_men >= 0\n"
+    )
+    assert exit_status(monkeypatch, command, sweep) == 2
+    assert "Did you mean rollout/score_mean?" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_status_2(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -283,6 +304,19 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2
     assert "run fits." not in no_gpu[1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("RAY_TMPDIR", "/proc/none"), ("RAY_ADDRESS", "127.0.0.1:99999")]
+)
+def test_what_ray_lacks_on_this_machine_is_told_first_and_without_importing_anything_heavy(
+    variable: str, value: str, config: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(variable, value)
+    ((status, _, error),) = run_light(["train", str(config)])
+    assert status == 2
+    assert error.startswith(f"raypo: {variable} ({value}): ")
 
 
 def test_status_reads_runs_below_a_folder_or_one_of_them_without_anything_heavy(

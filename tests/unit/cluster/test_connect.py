@@ -425,7 +425,8 @@ def test_a_trainer_that_connects_meanwhile_waits_for_the_connection(
         is_up.set()
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(module, "_probe", lambda address, source: None)
+    for check in ("check_address", "_authenticate"):
+        monkeypatch.setattr(module, check, lambda address, source: None)
     monkeypatch.setattr(module, "_job", lambda: "job")
     monkeypatch.setattr(module, "_our_job", "")
     monkeypatch.setattr(module.ray, "init", init)

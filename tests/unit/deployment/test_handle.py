@@ -110,7 +110,7 @@ class Silent(ReplicaClient):
     def _remote(self) -> Any:
         return SimpleNamespace(status=SimpleNamespace(remote=lambda: asyncio.sleep(60)))
 
-    def _kill(self, why: str) -> None:
+    def _kill(self, reason: str) -> None:
         self.kills += 1
 
 

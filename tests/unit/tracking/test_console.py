@@ -95,6 +95,17 @@ def test_a_terminal_sees_how_the_run_stands_and_where_the_time_goes():
     assert "left, step 6" in text
 
 
+def test_a_wide_terminal_sees_the_parts_of_the_score(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    console = Console(stream)
+    console.start("r", 40, None, "runs/r")
+    console.step(METRICS | {"reward/format": 0.25})
+    console.close("finished")
+    line = "\nscore +0.412  kl 0.0214  length 57.3  cut off 4%  6.2 s  format 0.25"
+    assert line in stream.getvalue()
+
+
 def test_a_warning_is_told_once_with_its_remedy():
     stream = io.StringIO()
     console = Console(stream)

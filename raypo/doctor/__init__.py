@@ -1,0 +1,1 @@
+"""Preflight checks of `raypo doctor`: the machine, the cluster's nodes, and a run's inputs."""

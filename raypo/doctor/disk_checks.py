@@ -1,0 +1,172 @@
+"""Checks of folders and storage: space, speed, and the operations that a run relies on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from raypo.cluster.hardware import GB
+from raypo.cluster.machine import check_folders, ray_temporary_folder
+from raypo.config import AnyConfig
+from raypo.config.paths import is_uri
+from raypo.doctor.result import Check, Result, fault, ok, warning
+from raypo.models.compiled import FOLDERS, cache_folder
+from raypo.storage.folder import TEMPORARY, open_storage
+
+TRIAL_BYTES = 4 << 20
+SLOW_S = 2.0
+"""Seconds to write `TRIAL_BYTES` above which storage counts as slow."""
+LEAST_FREE_BYTES = 10**9
+RAY_FULL = 0.95
+"""Used share of a disk above which Ray neither spills objects nor maps new ones there (2.60)."""
+FREE_SPACE = "Remove what is not needed there, or use another disk"
+
+
+def disk_checks(config: AnyConfig | None, checkpoint_bytes: Callable[[], int]) -> list[Check]:
+    """Return the checks of `storage_path`, Ray's folder and the folders of compiled code.
+
+    Args:
+        config: Config of the run. None means that there is no `storage_path` to check.
+        checkpoint_bytes: Function that returns the predicted size of a run's checkpoints.
+    """
+    checks = [
+        Check("Ray's files", _ray_folder),
+        Check("compiled code", _caches),
+    ]
+    if config is not None:
+        path = config.storage_path
+        function = partial(uri, path) if is_uri(path) else partial(_storage, path, checkpoint_bytes)
+        checks.insert(0, Check("storage_path", function))
+    return checks
+
+
+def _storage(path: str, checkpoint_bytes: Callable[[], int]) -> Result:
+    remedy = f"{FREE_SPACE} (storage_path), or keep fewer checkpoints (checkpoint.keep)."
+    return folder(Path(path).expanduser().absolute(), remedy, needed=checkpoint_bytes)
+
+
+def _ray_folder() -> Result:
+    check_folders()
+    path = ray_temporary_folder()
+    result = folder(path, f"{FREE_SPACE} (RAY_TMPDIR).")
+    usage = shutil.disk_usage(_existing(path))
+    if result.status == "ok" and usage.used > RAY_FULL * (usage.used + usage.free):
+        return warning(
+            f"{path}: {usage.used / (usage.used + usage.free):.0%} of the disk are used",
+            f"Above {RAY_FULL:.0%} Ray refuses to spill objects, which ends a run whose objects "
+            "do not fit into memory.",
+            f"{FREE_SPACE} (RAY_TMPDIR).",
+        )
+    return result
+
+
+def _caches() -> Result:
+    result = ok("")
+    for variable, name in FOLDERS.items():
+        path = Path(os.environ.get(variable) or cache_folder() / name)
+        result = folder(path, f"{FREE_SPACE} ({variable}).")
+        if result.status != "ok":
+            return replace(result, status="warning", meaning="Every start may compile anew.")
+    return result
+
+
+def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) -> Result:
+    """Check space, speed, atomic renames and listings of a folder, or of its nearest parent.
+
+    Args:
+        path: The folder. It is not created.
+        remedy: Remedy if it lacks space or cannot be written to.
+        needed: Function that returns the bytes that will be written there.
+    """
+    if path.exists() and not path.is_dir():
+        return fault(f"{path}: is a file", "A run cannot write its files there.", remedy)
+    existing = _existing(path)
+    free = shutil.disk_usage(existing).free
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}doctor-", dir=existing) as name:
+            write_s, problem = _try_files(Path(name))
+    except OSError as error:
+        cannot = "A run cannot write its files there."
+        return fault(f"{path}: writing a file failed ({error.strerror or error})", cannot, remedy)
+    if problem:
+        return fault(f"{path}: {problem}", "Files of the run could be read half-written.", remedy)
+    needed_bytes = max(LEAST_FREE_BYTES, needed())
+    found = f"{path}: {free / GB:.3g} GB free, {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s with fsync"
+    if free < needed_bytes:
+        meaning = (
+            f"About {needed_bytes / GB:.2g} GB are needed; the run would end with a full disk."
+        )
+        return fault(found, meaning, remedy)
+    if write_s > SLOW_S:
+        return warning(found, "Checkpoints and logs are slow to write.", "Use a faster disk.")
+    return ok(found)
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.is_dir())
+
+
+def _try_files(folder: Path) -> tuple[float, str]:
+    """Write, replace, list and read a file. Return the seconds of the write, and any problem."""
+    content, begin = os.urandom(TRIAL_BYTES), time.perf_counter()
+    new, path = folder / "new", folder / "file"
+    with new.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    write_s = time.perf_counter() - begin
+    path.write_bytes(b"old")
+    os.replace(new, path)
+    if [entry.name for entry in folder.iterdir()] != ["file"]:
+        return write_s, "a renamed file is listed under its old name"
+    if path.read_bytes() != content:
+        return write_s, "a file that replaced another one has the old content"
+    return write_s, ""
+
+
+def uri(location: str) -> Result:
+    """Check that storage at a URI can be written, replaced, listed, read and deleted.
+
+    Raises:
+        ConfigError: pyarrow cannot open it.
+    """
+    import pyarrow as pa
+    from pyarrow.fs import FileSelector
+
+    storage, root = open_storage(location, key="storage_path")
+    below = f"{root.rstrip('/')}/{TEMPORARY}doctor-{os.urandom(8).hex()}"
+    name, content = f"{below}/file", os.urandom(TRIAL_BYTES)
+    problem, begin = "", time.perf_counter()
+    try:
+        storage.create_dir(below, recursive=True)
+        for written in (b"old", content):
+            with storage.open_output_stream(name) as stream:
+                stream.write(written)
+        write_s = time.perf_counter() - begin
+        if name not in (info.path for info in storage.get_file_info(FileSelector(below))):
+            problem = "a file is not listed after it was written"
+        with storage.open_input_stream(name) as stream:
+            if stream.read() != content:
+                problem = "a file that was overwritten is read with its old content"
+        storage.delete_dir(below)
+    except (OSError, pa.ArrowException) as error:
+        return fault(
+            f"{location}: {error}",
+            "A run cannot keep its files there.",
+            "Give a URI that this node may list, read, write and delete, and look at its "
+            "credentials.",
+        )
+    if problem:
+        late = "A resume might not find its last checkpoint."
+        return fault(f"{location}: {problem}", late, "Use storage that is consistent, like S3.")
+    found = f"{location}: {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s"
+    if write_s > SLOW_S:
+        slow = "Every step that uploads metrics or a checkpoint waits for it."
+        return warning(found, slow, "Use storage in the same region, or a local storage_path.")
+    return ok(found)

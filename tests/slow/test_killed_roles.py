@@ -1,0 +1,85 @@
+"""SIGKILL of each role in each phase of a step changes no figure and no weight of a run in sync.
+
+docs/reliability.md has the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypo import PPOConfig, PPOTrainer
+from tests.integration.task import numbers, raypo, read_metrics
+from tests.integration.test_vllm_frozen import tiny_reward_model
+from tests.slow.killed_roles import PHASES, SERVED
+from tests.slow.test_ahead_matrix import ray_of_six
+
+__all__ = ["ray_of_six"]
+
+pytestmark = pytest.mark.usefixtures("ray_of_six")
+
+NUM_STEPS = len(PHASES) + 1
+ROLES = [*SERVED, "worker_0", "worker_1", "controller"]
+"""`worker_0` has the rollout controller; `controller` is that of Ray Train."""
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def keys(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two learner workers beside an engine, a reference and a reward model of their own."""
+    folder = tmp_path_factory.mktemp("reward")
+    return {
+        "num_steps": NUM_STEPS,
+        "model.reward": str(tiny_reward_model(folder / "model", task.parent / "policy")),
+        "placement.mode": "dedicated",
+        "placement.deployment.max_restarts": len(PHASES),
+        "learner.num_workers": 2,
+        "eval.every": 1,
+        "checkpoint.every": 1,
+        "max_failures": len(PHASES),
+    }
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
+    return numbers(read_metrics(folder)), (folder / "policy/model.safetensors").read_bytes()
+
+
+def train(task: Path, keys: dict[str, Any], name: str) -> Path:
+    config = PPOConfig.load(task, keys | {"name": name})
+    assert PPOTrainer(config).fit().return_value == {"status": "finished", "step": NUM_STEPS}
+    return task.parent / "runs" / name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: Path, keys: dict[str, Any], ray_of_six: None) -> Any:
+    return outcome(train(task, keys, "undisturbed"))
+
+
+def phases_of_kills(folder: Path) -> list[str]:
+    return (folder / "killed.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_that_is_killed_in_each_phase_changes_no_figure(
+    role: str, task: Path, keys: dict[str, Any], undisturbed: Any
+):
+    folder = train(task, keys | {"callbacks": ["tests.slow.killed_roles:between"]}, role)
+    assert phases_of_kills(folder) == PHASES
+    assert outcome(folder) == undisturbed
+
+
+def test_a_driver_that_is_killed_in_each_phase_goes_on_when_it_is_started_again(
+    task: Path, keys: dict[str, Any], undisturbed: Any
+):
+    values = keys | {"callbacks": "[tests.slow.killed_roles:between]"}
+    arguments = [f"{key}={value}" for key, value in values.items()]
+    folder = task.parent / "runs" / "driver"
+    for number in range(len(PHASES) + 1):
+        command = raypo("train", task, "name=driver", *arguments)
+        out, error = command.communicate(timeout=TIMEOUT_S)
+        assert len(phases_of_kills(folder)) == min(number + 1, len(PHASES)), out + error
+        assert command.returncode == (-9 if number < len(PHASES) else 0), error
+    assert phases_of_kills(folder) == PHASES
+    assert outcome(folder) == undisturbed
