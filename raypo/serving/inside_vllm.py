@@ -131,8 +131,11 @@ class InsideVllm:
         self.llm.llm_engine.abort_request([name], internal=True)
 
     def state(self, name: str) -> Any:
-        """Return the output processor's state of a running request, for `sampled` and the id that
-        its outputs have (`external_req_id`)."""
+        """Return the output processor's state of a running request.
+
+        It holds the log-probs that `sampled` reads and the request's external id
+        (`external_req_id`).
+        """
         return self.llm.llm_engine.output_processor.request_states[name]
 
     def scheduled(self, name: str) -> Any:

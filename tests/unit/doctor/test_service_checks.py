@@ -1,4 +1,4 @@
-"""Services that answer, refuse, are away or hang: real sockets on this machine, no internet."""
+"""Services that answer, refuse, are unreachable or hang: real local sockets, no internet."""
 
 import json
 import socket
@@ -135,8 +135,8 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch):
     )
     assert (known.status, known.found) == ("ok", f"{url}: logged in as somebody")
     assert missing.status == "fault"
-    assert missing.found == "org/missing: RepositoryNotFound; logged in as somebody"
-    assert (gated.status, gated.found.split(";")[0]) == ("fault", "org/gated: GatedRepo")
+    assert missing.found == "org/missing: not found; logged in as somebody"
+    assert (gated.status, gated.found.split(";")[0]) == ("fault", "org/gated: gated")
     assert wrong.status == "fault"
     assert "refuses the token (status 401)" in wrong.found
     assert (away.status, "does not answer" in away.found) == ("warning", True)
