@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.config import AnyConfig
 from raypo.config.paths import is_uri
-from raypo.doctor.machine import machine_checks
+from raypo.doctor.machine_checks import machine_checks
 from raypo.doctor.result import PROCESS_LIMIT_S, Result, fault, ok, run_checks, skipped, warning
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.summary import installed_versions

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from raypo.cluster.hardware import this_machine
 from raypo.config import AnyConfig, ClusterSection, ConfigError, load_run_config
-from raypo.doctor.machine import machine_checks
+from raypo.doctor.machine_checks import machine_checks
 from raypo.doctor.result import STATUSES, Result, ok, refused, run_checks
 from raypo.doctor.run_checks import input_checks, reward_check
 from raypo.storage.summary import installed_versions
