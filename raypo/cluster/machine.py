@@ -1,6 +1,7 @@
-"""Checks of what Ray needs of this machine: an address that answers, or folders for a local Ray.
+"""Checks of Ray's prerequisites on this machine: a reachable address, or writable folders for a
+local Ray.
 
-They import no Ray, so that a command runs them first and within a second.
+They do not import Ray, so they finish within a second, unless an address does not answer.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from raypo.config import ClusterSection, ConfigError
 PROBE_TIMEOUT_S = 5.0
 """Timeout of the probe of an address, in seconds, before Ray itself connects."""
 _LONGEST_SOCKET = 107
-"""Most bytes in the path of a Unix socket, by the kernel."""
+"""Maximum length of a Unix socket path, in bytes."""
 _SESSION = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
 """Socket of a local Ray below its temporary folder."""
 
 
 def check_machine(section: ClusterSection) -> None:
-    """Refuse what would keep a run from its Ray, before anything is loaded.
+    """Refuse to start if Ray could not be reached or started.
 
     Raises:
-        ConfigError: names the setting or the variable, and the remedy.
+        ConfigError: the address is malformed or unreachable, a folder is not writable, or its path
+            is too long.
     """
     address, source = cluster_address(section)
     if address:
@@ -45,7 +47,7 @@ def check_address(address: str, source: str) -> None:
     """Refuse an address where nothing listens; Ray itself would retry for minutes.
 
     Raises:
-        ConfigError: names the setting that gives the address.
+        ConfigError: the address is malformed or unreachable, or one of Ray Client.
     """
     if address in ("auto", "local"):
         return
@@ -57,7 +59,7 @@ def check_address(address: str, source: str) -> None:
     try:
         parsed = urlparse(f"ray-gcs://{address}")
         is_complete = bool(parsed.hostname and parsed.port)
-    except ValueError:  # the port is no number, or too large
+    except ValueError:  # the port is not a number, or too large
         is_complete = False
     if not is_complete:
         raise ConfigError(
@@ -88,7 +90,7 @@ def check_folders() -> None:
     """Refuse to start a local Ray if it cannot write its files; its own errors name no remedy.
 
     Raises:
-        ConfigError: names the variable that says where the files are.
+        ConfigError: a folder is not writable, or its path is too long.
     """
     variable, root = _temporary_root()
     remedy = "Set RAY_TMPDIR to a short path of a folder that you may write to."
@@ -113,7 +115,7 @@ def check_folders() -> None:
 
 
 def _why_not_writable(folder: Path) -> str | None:
-    """Return why no file can be written in a folder, which is created, or None."""
+    """Create a folder if needed. Return why no file can be written there, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -124,7 +126,7 @@ def _why_not_writable(folder: Path) -> str | None:
 
 
 def refusal(address: str) -> OSError | None:
-    """Return why host:port cannot be reached, or None if something listens there."""
+    """Return the error of connecting to host:port, or None."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
@@ -134,7 +136,7 @@ def refusal(address: str) -> OSError | None:
 
 
 def saved_token() -> str | None:
-    """Return the token with which this machine uses Ray, or None if there is none."""
+    """Return Ray's authentication token, or None."""
     # Ray looks in the same three places, in this order.
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token

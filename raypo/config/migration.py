@@ -56,10 +56,13 @@ class Counterpart(NamedTuple):
         return int(is_telling and key.rpartition(".")[2] == last)
 
 
-# Columns: names, newest first | keys here | unit or difference.
-# `a + b`: both keys take its place; `a, b`: the second one in recipes that lack the first;
-# `= a`: a takes the value unchanged; `~` and `~ a`: nothing needs to be set; `-` and `- a`: it
-# concerns memory, speed or files, and not what is learned. `*` in a name stands for anything.
+# Columns: names, newest first | keys here | unit or difference. Signs (a key in [] is optional):
+# `a + b`: set both keys
+# `a, b`: b in recipes without a
+# `= a`: same value
+# `~ [a]`: nothing to set
+# `- [a]`: affects only memory, speed or files
+# `*` in a name: wildcard
 _TABLES = {
     "TRL": """
 model_name_or_path | = model.policy | A Hugging Face folder or a hub id.

@@ -133,25 +133,25 @@ class CorrectionSection(Config):
 
 
 class CovarianceSection(Config):
-    """Tokens that `ppo.policy_loss: clip_cov` and `kl_cov` hold back, because they cost the most
-    entropy (arXiv:2505.22617). These tokens have a large product of log-prob and advantage, each
-    minus its mean over the step. They are chosen once per step, with the log-probs before the
-    step's updates.
+    """Restriction of high-covariance tokens, whose updates reduce entropy most
+    (arXiv:2505.22617). `ppo.policy_loss: clip_cov` removes their loss; `kl_cov` adds a penalty.
+    Covariance is the product of log-prob and advantage, each centred over the step. The tokens are
+    chosen once per step, with the log-probs before the step's updates.
     """
 
     fraction: Annotated[float, only_if("ppo.policy_loss", "clip_cov", "kl_cov")] = Field(
         default=2e-4, gt=0.0, le=1.0
     )
-    """Fraction of the step's tokens that is held back, at least one token. clip_cov: drawn at
-    random from those with a product between `low` and `high`; kl_cov: those with the largest
-    product."""
+    """Fraction of the step's tokens that is restricted, at least one token. clip_cov: drawn at
+    random from those with a covariance between `low` and `high`; kl_cov: those with the largest
+    covariance."""
     low: Annotated[float, only_if("ppo.policy_loss", "clip_cov")] = 1.0
-    """Lower bound on the product of the tokens that are held back."""
+    """Lower bound on the covariance of the restricted tokens."""
     high: Annotated[float, only_if("ppo.policy_loss", "clip_cov")] = 5.0
-    """Upper bound on the product of the tokens that are held back."""
+    """Upper bound on the covariance of the restricted tokens."""
     penalty: Annotated[float, only_if("ppo.policy_loss", "kl_cov")] = Field(default=1.0, ge=0.0)
-    """Weight of a loss term for the tokens that are held back. The term is the absolute
-    change of their log-probs, in nats."""
+    """Weight of a loss term for the restricted tokens. The term is the absolute change of their
+    log-probs, in nats."""
 
     def _problems(self) -> Iterator[str]:
         return _crossed("ppo.covariance.low", self.low, "high", self.high)

@@ -26,26 +26,26 @@ EPISODES = only_if("environment", SET) | only_if("agent", SET)
 
 class SpeculationSection(Config):
     """Speculative decoding: the policy checks several drafted tokens in one forward pass, and
-    accepts or replaces them such that samples and log-probs are those of its own distribution
+    accepts or replaces them so that samples and log-probs are those of its own distribution
     (arXiv:2211.17192)."""
 
     kind: Literal["none", "ngram", "model"] = "none"
-    """Source of the drafted tokens. none: no speculation; ngram: the text that followed the last 2
-    to 4 tokens where they occurred before, in the prompt or the response; model: a smaller model,
-    which is not trained, so that it accepts fewer tokens the further the policy moves. A seed draws
-    other tokens than without speculation. It pays where an engine samples few responses at a
-    time (`perf/draft_acceptance`)."""
+    """Source of the drafted tokens. none: no speculation; ngram: the tokens after an earlier
+    occurrence of the last 2 to 4 tokens, in prompt or response; model: a smaller model, which the
+    run does not train, so acceptance (`perf/draft_acceptance`) falls as the policy moves. The same
+    seed draws other samples than without speculation. Speculation pays off when an engine samples
+    few responses at a time."""
     num_tokens: Annotated[int, unless("kind", "none")] = Field(default=4, ge=1, le=32)
     """Number of tokens drafted for each forward pass of the policy."""
     model: Annotated[str | None, PATH, only_if("kind", "model")] = None
-    """Folder or hub id of the model that drafts. It needs the policy's vocabulary."""
+    """Folder or hub id of the draft model. It needs the policy's vocabulary."""
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if self.kind == "model" and self.model is None:
             yield (
-                "rollout.engine.speculation.model (None): no model drafts the tokens. Set it to a "
-                "folder or hub id, or rollout.engine.speculation.kind to ngram."
+                "rollout.engine.speculation.model (None): kind is model, but no draft model is "
+                "set. Set it to a folder or hub id, or rollout.engine.speculation.kind to ngram."
             )
 
 
@@ -364,7 +364,7 @@ class RolloutSection(SamplingSection):
         drafts = self.engine.speculation.kind
         if self.router_replay == "engine" and drafts != "none":
             yield (
-                f"rollout.router_replay ({self.router_replay}): nobody has tried it with "
+                f"rollout.router_replay ({self.router_replay}): is untested, and so refused, with "
                 f"rollout.engine.speculation.kind ({drafts}). Remove one of the two."
             )
         if self.router_replay == "engine" and not eager:

@@ -287,10 +287,10 @@ class RejectionSamplingConfig(RoundsConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        samples, top_k = self.rollout.samples_per_prompt, self.rejection_sampling.top_k
-        if self.rejection_sampling.min_score is None and top_k is not None and samples <= top_k:
+        num_samples, top_k = self.rollout.samples_per_prompt, self.rejection_sampling.top_k
+        if self.rejection_sampling.min_score is None and top_k is not None and num_samples <= top_k:
             yield (
-                f"rollout.samples_per_prompt ({samples}): the best {top_k} "
+                f"rollout.samples_per_prompt ({num_samples}): the best {top_k} "
                 "(rejection_sampling.top_k) of so many samples are all of them. Set "
                 f"rollout.samples_per_prompt to {top_k + 1} or more, or "
                 "rejection_sampling.min_score."

@@ -355,13 +355,13 @@ class OnlineConfig(RecipeConfig):
         yield from engine.problems_of_dtype(self.model.dtype)
         if engine.quantization and self.pushes_adapter:
             yield (
-                f"rollout.engine.quantization ({engine.quantization}): nobody has tried adapters "
-                "on quantised weights. Set model.lora.push to merged."
+                f"rollout.engine.quantization ({engine.quantization}): is untested, and so "
+                "refused, with adapters in the engines. Set model.lora.push to merged."
             )
         if engine.speculation.kind != "none" and self.pushes_adapter:
             yield (
-                f"rollout.engine.speculation.kind ({engine.speculation.kind}): nobody has tried "
-                "adapters with speculation. Set model.lora.push to merged."
+                f"rollout.engine.speculation.kind ({engine.speculation.kind}): is untested, and "
+                "so refused, with adapters in the engines. Set model.lora.push to merged."
             )
         if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:

@@ -49,16 +49,16 @@ def tokenised(
         chunk = list(bad.each(with_text, chunk))
         are_texts = [isinstance(row.values[section.prompt_key], str) for row in chunk]
         for is_text in set(are_texts):
-            places = [place for place, each in enumerate(are_texts) if each == is_text]
-            batch = [chunk[place].prompt_text for place in places]
+            indices = [i for i, is_chunk_text in enumerate(are_texts) if is_chunk_text == is_text]
+            batch = [chunk[index].prompt_text for index in indices]
             if is_text:
                 encoded = prompt_ids(tokenizer, batch)
             else:  # the template writes the special tokens
                 encoded = ids_behind(tokenizer, batch, [None] * len(batch))
-            for place, ids in zip(places, encoded, strict=True):
-                chunk[place] = chunk[place]._replace(prompt_ids=np.asarray(ids, np.int32))
-                if has_hidden(chunk[place].prompt_text):
-                    bad.count_special_tokens(chunk[place])
+            for index, ids in zip(indices, encoded, strict=True):
+                chunk[index] = chunk[index]._replace(prompt_ids=np.asarray(ids, np.int32))
+                if has_hidden(chunk[index].prompt_text):
+                    bad.count_special_tokens(chunk[index])
         yield list(bad.each(with_tokens, chunk))
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from ray.exceptions import RayTaskError
+
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
 from raypo.deployment.replica import (
@@ -209,7 +211,9 @@ class DeploymentHandle:
                     return await replica.send(call, self._on_entry)
                 except Unprepared as error:
                     unprepared[replica.index] = str(error)
-                except ReplicaLost:
+                except ReplicaLost as error:
+                    if isinstance(error, RayTaskError):  # the method itself raised it
+                        raise
                     await asyncio.sleep(RETRY_S)
 
     def _choose(self, unprepared: Mapping[int, str]) -> ReplicaClient:

@@ -128,8 +128,12 @@ class ReplicaClient:
 
         async def reply() -> Any:
             async with time_limit(self.limits), self._waiting_for(method.__name__):
-                control = self._remote().control
-                return self._value_of(await control.remote(method.__name__, args, kwargs))
+                ref = self._remote().control.remote(method.__name__, args, kwargs)
+                try:
+                    return self._value_of(await ref)
+                except asyncio.CancelledError:  # `request_timeout_s`; it may not have begun
+                    ray.cancel(ref)
+                    raise
 
         return background_future(reply())
 
@@ -518,9 +522,9 @@ def _end_process() -> None:
     os._exit(1)
 
 
-def _cancel_futures(running: Future[Any]) -> None:
-    if not running.cancelled() and running.exception() is None:
-        value = running.result()
+def _cancel_futures(call: Future[Any]) -> None:
+    if not call.cancelled() and call.exception() is None:
+        value = call.result()
         for entry in value if isinstance(value, list) else ():
             if isinstance(entry, Future):
                 entry.cancel()

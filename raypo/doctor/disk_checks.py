@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -48,17 +49,18 @@ def disk_checks(config: AnyConfig | None, checkpoint_bytes: Callable[[], int]) -
 
 
 def _storage(path: str, checkpoint_bytes: Callable[[], int]) -> Result:
-    remedy = f"{FREE_SPACE} (storage_path), or keep fewer checkpoints (checkpoint.keep)."
-    return folder(Path(path).expanduser().absolute(), remedy, needed=checkpoint_bytes)
+    fewer = ", or keep fewer checkpoints (checkpoint.keep)"
+    location = Path(path).expanduser().absolute()
+    return folder(location, "storage_path", alternative=fewer, needed=checkpoint_bytes)
 
 
 def _ray_folder() -> Result:
     path = ray_temporary_folder()
-    result = folder(path, f"{FREE_SPACE} (RAY_TMPDIR).")
+    result = folder(path, "RAY_TMPDIR")
     usage = shutil.disk_usage(existing_parent(path))
     if result.status == "ok" and usage.used > RAY_FULL * (usage.used + usage.free):
         return warning(
-            f"{path}: {usage.used / (usage.used + usage.free):.0%} of the disk are used",
+            f"{path}: {usage.used / (usage.used + usage.free):.0%} of the disk is used",
             f"Above {RAY_FULL:.0%} Ray refuses to spill objects, which ends a run whose objects "
             "do not fit into memory.",
             f"{FREE_SPACE} (RAY_TMPDIR).",
@@ -70,44 +72,56 @@ def _caches() -> Result:
     result = ok("")
     for variable, name in FOLDERS.items():
         path = Path(os.environ.get(variable) or cache_folder() / name)
-        result = folder(path, f"{FREE_SPACE} ({variable}).")
+        result = folder(path, variable)
         if result.status != "ok":
-            return replace(result, status="warning", meaning="Every start may compile anew.")
+            return replace(result, status="warning", meaning="Every start may recompile.")
     return result
 
 
-def folder(path: Path, remedy: str, *, needed: Callable[[], int] = lambda: 0) -> Result:
-    """Check space, speed, atomic renames and listings of a folder, or of its nearest parent.
+def folder(
+    path: Path, setting: str, *, alternative: str = "", needed: Callable[[], int] = lambda: 0
+) -> Result:
+    """Check space, speed, atomic renames and listings of a folder or its nearest existing parent.
 
     Args:
         path: The folder. It is not created.
-        remedy: Remedy if it lacks space or cannot be written to.
+        setting: Key or environment variable that names the folder.
+        alternative: Further remedy if it lacks space, after a comma.
         needed: Function that returns the bytes that will be written there.
     """
+    cannot = "A run cannot write its files there."
+    free_space = f"{FREE_SPACE} ({setting}){alternative}."
+    other_folder = f"Make it a writable folder, or set {setting} to another one."
     existing = existing_parent(path)
     if existing != path and path.exists():
-        return fault(f"{path}: is a file", "A run cannot write its files there.", remedy)
+        return fault(f"{path}: is a file", cannot, other_folder)
     usage = shutil.disk_usage(existing)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}doctor-", dir=existing) as name:
             write_s, problem = _try_files(Path(name))
     except OSError as error:
-        cannot = "A run cannot write its files there."
-        return fault(f"{path}: writing a file failed ({error.strerror or error})", cannot, remedy)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return fault(
+            f"{path}: writing a file failed ({error.strerror or error})",
+            cannot,
+            free_space if is_full else other_folder,
+        )
     if problem:
-        return fault(f"{path}: {problem}", "Files of the run could be read half-written.", remedy)
+        return fault(
+            f"{path}: {problem}",
+            "Readers could see half-written files.",
+            f"Use another file system ({setting}).",
+        )
     speed = f"{TRIAL_BYTES / 1e6 / write_s:.3g} MB/s with fsync"
     found = f"{path}: {usage.free / GB:.3g} GB free, {speed}"
     needed_bytes = needed()
     if not usage.total:  # some network file systems report that they have 0 bytes
         found = f"{path}: {speed}; its free space is unknown"
     elif usage.free < needed_bytes:
-        meaning = (
-            f"About {needed_bytes / GB:.2g} GB are needed; the run would end with a full disk."
-        )
-        return fault(found, meaning, remedy)
+        meaning = f"About {needed_bytes / GB:.2g} GB are needed; the run would fill the disk."
+        return fault(found, meaning, free_space)
     elif usage.free < LEAST_FREE_BYTES:
-        return warning(found, "A run's logs and checkpoints may fill the disk.", remedy)
+        return warning(found, "A run's logs and checkpoints may fill the disk.", free_space)
     if write_s > SLOW_S:
         return warning(found, "Checkpoints and logs are slow to write.", "Use a faster disk.")
     return ok(found)
@@ -161,16 +175,15 @@ def uri(location: str) -> Result:
         return fault(
             f"{location}: {error}",
             "A run cannot keep its files there.",
-            "Give a URI that this node may list, read, write and delete, and look at its "
-            "credentials.",
+            "Use a URI with permission to list, read, write and delete, and check its credentials.",
         )
     finally:
         if below:
             with suppress(OSError, pa.ArrowException):
                 storage.delete_dir(below)
     if problem:
-        late = "A resume might not find its last checkpoint."
-        return fault(f"{location}: {problem}", late, "Use storage that is consistent, like S3.")
+        late = "Resuming might not find the last checkpoint."
+        return fault(f"{location}: {problem}", late, "Use strongly consistent storage, like S3.")
     found = f"{location}: {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s"
     if write_s > SLOW_S:
         slow = "Every step that uploads metrics or a checkpoint waits for it."

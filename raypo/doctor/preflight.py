@@ -1,4 +1,4 @@
-"""The preflight: which checks are made for a machine, a run or a cluster, and how they are told."""
+"""Run the preflight checks of a machine, run or cluster, and format the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from raypo.cluster.hardware import this_machine
 from raypo.cluster.machine import cluster_address
 from raypo.config import AnyConfig, ClusterSection, ConfigError, load_run_config
-from raypo.doctor.machine import machine_checks
+from raypo.doctor.machine_checks import machine_checks
 from raypo.doctor.result import STATUSES, Result, ok, refused, run_checks
 from raypo.doctor.run_checks import input_checks, reward_check
 from raypo.storage.summary import installed_versions
@@ -29,12 +29,12 @@ _SECRET_OPTION = re.compile(
 def preflight(
     path: Path | None, overrides: Sequence[str], *, cluster: bool, ports: Sequence[int] = ()
 ) -> list[Result]:
-    """Make all checks of a machine, or of a run and the machine or cluster that it would use.
+    """Run all checks of this machine or cluster, and of a run if a run file is given.
 
     Args:
         path: Run file. None means the machine or cluster alone.
         overrides: Overrides of the run file.
-        cluster: Whether to check every node of the Ray cluster instead of this machine.
+        cluster: True to check every node of the Ray cluster instead of this machine.
         ports: Ports that the user will need on this machine.
 
     Raises:
@@ -74,7 +74,7 @@ def _on_cluster(
     from raypo.cluster.resources import cluster_nodes
     from raypo.doctor.node_checks import check_nodes
 
-    with redirect_stdout(sys.stderr):  # it tells which Ray is used
+    with redirect_stdout(sys.stderr):  # `connect` prints which Ray it uses
         connected_here = connect(section)
     try:
         results = check_nodes(config)
@@ -104,9 +104,9 @@ def without_secrets(result: Result) -> Result:
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for each check, faults first. Their meaning and remedy follow in other lines.
+    """Yield one line per check, faults first, then its meaning and remedy, indented.
 
-    Nodes on which a check found nothing wrong share its line.
+    Nodes with ok or skipped share a line.
     """
     for status in STATUSES:
         by_check: dict[str, list[Result]] = {}
@@ -123,14 +123,14 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """Return the sentence at the end."""
+    """Return the summary line."""
     faults, warnings = (
         sum(result.status == status for result in results) for status in ("fault", "warning")
     )
     if faults:
         return f"{_count(faults, 'fault')}: a run would fail here."
     if warnings:
-        return f"{_count(warnings, 'warning')}: a run can start; read what may go wrong."
+        return f"{_count(warnings, 'warning')}: a run can start; see the warnings above."
     return "nothing is wrong."
 
 

@@ -1,8 +1,8 @@
-"""Results of checks, and the function that makes checks side by side.
+"""Results of checks, and the function that runs checks concurrently.
 
-Concurrency. Each check runs in a daemon thread. A thread cannot be killed, so a check that hangs is
-given up at its limit, and ends with the process. What loads torch, models or the user's code runs
-in a process of its own (`custom.in_subprocess`), which is killed at the limit.
+Concurrency. Each check runs in a daemon thread. A thread cannot be killed, so a check that exceeds
+its limit is abandoned. Code that loads torch, models or user code runs in a subprocess
+(`custom.in_subprocess`), which is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raypo.custom.in_subprocess import CallTooSlowError
 LIMIT_S = 10.0
 """Time limit of a check. Checks take less than 5 s on a machine that is not overloaded."""
 PROCESS_LIMIT_S = 60.0
-"""Time limit of a process that loads torch, transformers or the user's code."""
+"""Time limit of a subprocess that loads torch, transformers or the user's code."""
 
 Status = Literal["fault", "warning", "ok", "skipped"]
 STATUSES: tuple[Status, ...] = ("fault", "warning", "ok", "skipped")
@@ -37,15 +37,18 @@ class Result:
     """fault: the run would fail, or hang. warning: it would run, but slower than it could, or it
     may fail later. skipped: there was nothing to check."""
     found: str
+    """What was observed."""
     meaning: str = ""
+    """Consequence for a run."""
     remedy: str = ""
+    """What the user can do."""
     check: str = ""
     """Name of the check."""
     seconds: float = 0.0
     node: str = ""
     """Address of the node. Empty means the machine on which the command runs."""
     is_hung: bool = False
-    """Whether the check was given up at its limit. Its thread may still be alive."""
+    """True if the check exceeded its limit. Its thread may still be alive."""
 
 
 ok, skipped = partial(Result, "ok"), partial(Result, "skipped")
@@ -58,12 +61,12 @@ class Check:
 
     name: str
     function: Callable[[], Result]
-    """Function that makes the check. It may raise ConfigError, which is a fault."""
+    """Function that runs the check. It may raise ConfigError, which is a fault."""
     limit_s: float = LIMIT_S
 
 
 def run_checks(checks: Sequence[Check], *, node: str = "") -> list[Result]:
-    """Make all checks at the same time, and return their results in the same order.
+    """Run all checks concurrently. Return their results in the order of the checks.
 
     Args:
         checks: The checks.
@@ -93,18 +96,18 @@ def _timed(check: Check) -> Result:
     except Exception as error:
         result = warning(
             f"{type(error).__name__}: {error}",
-            "This check itself failed, so nothing is known about its subject.",
-            "Look at the error. If it is raypo's own, please report it.",
+            "The check itself crashed, so it says nothing about the run.",
+            "Look at the error. If it comes from raypo, please report it.",
         )
     return replace(result, seconds=round(time.monotonic() - begin, 3))
 
 
 def _hung(check: Check) -> Result:
     return fault(
-        f"no answer within {check.limit_s:g} s; the check was ended",
-        "The run would wait at the same point, perhaps without an end.",
-        "Find out why it does not answer: a server that is down or busy, storage that hangs, or a "
-        "process that waits.",
+        f"timed out after {check.limit_s:g} s",
+        "The run would probably hang at the same point.",
+        "Find what blocks: a server that is down or overloaded, hanging storage, or a waiting "
+        "process.",
         seconds=check.limit_s,
         is_hung=True,
     )

@@ -1,4 +1,5 @@
-"""Checks of a run's inputs: those of `raypo train` and `raypo plan`, and a trial of the rewards."""
+"""Checks of a run's inputs: those of `raypo train` and `raypo plan`, and a trial call of the reward
+functions."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ SLOW_MS = 1000.0
 def input_checks(
     config: AnyConfig, nodes: Callable[[], Sequence[Node]], *, is_here: bool
 ) -> list[Check]:
-    """Return the checks that `raypo train` and `raypo plan` make before models load.
+    """Return the checks that `raypo train` and `raypo plan` run before models load.
 
     Args:
         config: The whole run config.
         nodes: Function that returns the nodes of the run, or none if they are unknown. The checks
             call it within their limits.
-        is_here: Whether the run would start a local Ray on this machine.
+        is_here: True if the run would start a local Ray on this machine.
     """
     return [
         Check("inputs", partial(_inputs, config, is_here=is_here), PROCESS_LIMIT_S),
@@ -56,7 +57,9 @@ def _inputs(config: AnyConfig, *, is_here: bool) -> Result:
     with_steps_of_epochs(config)
     files = "config, files, rows and functions"
     if notes:
-        return warning(f"{files} are usable. {'; '.join(notes)}", "This is rarely intended.")
+        return warning(
+            f"{files} are usable. {'; '.join(notes)}", "These settings are rarely intended."
+        )
     return ok(files)
 
 
@@ -79,18 +82,18 @@ def _fit(config: AnyConfig, nodes: Callable[[], Sequence[Node]]) -> Result:
         return skipped("the run uses a cluster: add --cluster to check its nodes")
     plan = make_plan(config, known)
     if plan.problems:
-        meaning = "The run would end for lack of memory, or wait for devices that are not there."
-        return fault(" ".join(plan.problems), meaning, "`raypo plan` has the whole table.")
+        meaning = "The run would run out of memory, or wait for devices that do not exist."
+        return fault(" ".join(plan.problems), meaning, "Run `raypo plan` for the full table.")
     loads = [load for load in plan.loads if load.available]
     worst = max(loads, key=lambda load: load.needed / (load.available or 1), default=None)
-    found = "nothing is known about the memory of the nodes"
+    found = "the nodes' memory is unknown"
     if worst is not None:
-        found = f"{worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB of {worst.name}"
+        found = f"{worst.name}: {worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB"
     return ok("; ".join([found, *plan.notes]))
 
 
 def checkpoint_bytes(config: AnyConfig, nodes: Sequence[Node]) -> int:
-    """Return the predicted size of the checkpoints that a run keeps, with one being written."""
+    """Return the predicted size of a run's checkpoints, including the one being written."""
     try:
         plan = make_plan(config, nodes)
     except ConfigError:  # reported by the check of the fit
@@ -110,13 +113,14 @@ def _run_folder(config: AnyConfig) -> Result:
         return ok(f"{files.location} is new")
     files.check_writable()
     done = files.last_step()
-    return ok(f"{files.location}: " + (f"it goes on after step {done}" if done else "no step yet"))
+    found = f"the run would resume after step {done}" if done else "no step yet"
+    return ok(f"{files.location}: {found}")
 
 
 def reward_check(
     config: AnyConfig, path: Path, overrides: Sequence[str], *, limit_s: float = PROCESS_LIMIT_S
 ) -> list[Check]:
-    """Return the trial of the reward functions on three rows, if the config names a function.
+    """Return the trial call of the reward functions on three rows, if the config names any.
 
     Args:
         config: Config of the run.
@@ -165,21 +169,24 @@ def _try_reward(path: Path, overrides: Sequence[str], limit_s: float, *, may_fai
     if unscored := [line.strip() for line in lines if "  no score" in line]:
         found = f"{len(unscored)} made-up responses have no score, like: {unscored[0]}"
         if may_fail:
-            meaning = "Such samples are dropped, and many of them end a run."
+            meaning = (
+                "Such samples are dropped; more than reward.max_failed_fraction of them end the "
+                "run."
+            )
             return warning(found, meaning, remedy)
         meaning = "Such a sample ends a run, because reward.max_failed_fraction is 0."
         return fault(found, meaning, f"{remedy} Score it, or raise reward.max_failed_fraction.")
     text = "\n".join(lines)
     notes = re.findall(r"^  Note: (.*)", text, re.MULTILINE)
-    # A function that judges something else than the answer, such as the length, is no mistake.
+    # Equal scores are no fault if the function judges, say, length.
     if notes and len(set(re.findall(r"  score (\S+)", text))) == 1:
         found = f"right, empty and wrong responses have the same score: {notes[0]}"
         return warning(found, "The run may learn nothing.", remedy)
     calls = re.findall(r"\S+: \S+ s for a call with \d+ responses, (\S+) ms each", text)
     slowest_ms = max(map(float, calls), default=0.0)
     if slowest_ms > SLOW_MS:
-        meaning = "A step scores far more responses, and its samples wait for their scores."
-        remedy = "Make the function faster, or let reward.processes call it side by side."
+        meaning = "A step has far more responses, and waits for all their scores."
+        remedy = "Make the function faster, or raise reward.processes to call it in parallel."
         return warning(f"{slowest_ms / 1000:.3g} s for each response", meaning, remedy)
     return ok("; ".join([f"at most {slowest_ms:.3g} ms for each response", *notes]))
 

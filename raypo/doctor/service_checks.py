@@ -21,9 +21,9 @@ from raypo.doctor.result import Check, Result, fault, ok, skipped, warning
 from raypo.inputs import values_at
 
 ANSWER_S = 4.0
-"""Time limit of an answer."""
+"""Timeout of a request, in seconds."""
 CLIENT_LIMIT_S = 20.0
-"""Time limit of a process that imports the client of a service, and waits for its answer."""
+"""Time limit of a subprocess that imports the client of a service, and waits for its answer."""
 
 
 def service_checks(config: AnyConfig) -> list[Check]:
@@ -45,7 +45,10 @@ def service_checks(config: AnyConfig) -> list[Check]:
         checks.append(
             _in_process("MLflow", mlflow, uri)
             if uri.startswith("http")
-            else Check("MLflow", lambda: skipped("there is no MLflow server, but a file"))
+            else Check(
+                "MLflow",
+                lambda: skipped("MLflow writes to local files; there is no server to check"),
+            )
         )
     if isinstance(config, OnlineConfig):
         for url in config.reward.url or ():
@@ -59,7 +62,8 @@ def service_checks(config: AnyConfig) -> list[Check]:
 def _in_process(name: str, function: Callable[..., Result], *args: Any) -> Check:
     what = f"the client of {name}"
     call = partial(call_in_subprocess, function, *args, limit_s=CLIENT_LIMIT_S, what=what)
-    return Check(name, call, CLIENT_LIMIT_S + 5.0)  # the process is killed before
+    limit_s = CLIENT_LIMIT_S + 5.0  # the subprocess hits its own, shorter limit first
+    return Check(name, call, limit_s)
 
 
 def _is_hub_id(path: str) -> bool:
@@ -102,7 +106,9 @@ def hub(models: list[str], *, has_data: bool = False) -> Result:
             try:
                 api.auth_check(model)
             except (GatedRepoError, RepositoryNotFoundError) as error:
-                refused[model] = type(error).__name__.removesuffix("Error")
+                # GatedRepoError is a RepositoryNotFoundError.
+                is_gated = isinstance(error, GatedRepoError)
+                refused[model] = "gated" if is_gated else "not found"
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
@@ -110,11 +116,11 @@ def hub(models: list[str], *, has_data: bool = False) -> Result:
             return (fault if needs_hub or not models else warning)(
                 f"{api.endpoint} refuses the token (status {status})",
                 "Even public files are refused with a wrong token.",
-                "Log in anew (hf auth login), correct HF_TOKEN, or unset it.",
+                "Log in again (hf auth login), correct HF_TOKEN, or unset it.",
             )
-        return _hub_is_away(api.endpoint, f"status {status}")
+        return _hub_unreachable(api.endpoint, f"status {status}")
     except Exception as error:  # of httpx or its successor, by the version of huggingface_hub
-        return _hub_is_away(api.endpoint, type(error).__name__)
+        return _hub_unreachable(api.endpoint, type(error).__name__)
     if refused:
         absent = [model for model in refused if not is_cached(model)]
         model = next(iter(absent or refused))
@@ -130,17 +136,17 @@ def hub(models: list[str], *, has_data: bool = False) -> Result:
     return ok(f"{api.endpoint}: {user}")
 
 
-def _hub_is_away(endpoint: str, reason: str) -> Result:
+def _hub_unreachable(endpoint: str, reason: str) -> Result:
     return warning(
         f"{endpoint} does not answer ({reason})",
         "Models and data sets that are not in the local cache cannot be loaded.",
         "Download them on a machine with access, or set HF_ENDPOINT to a mirror. With everything "
-        "in the cache, HF_HUB_OFFLINE=1 saves the attempts.",
+        "in the cache, HF_HUB_OFFLINE=1 skips these requests.",
     )
 
 
 def wandb() -> Result:
-    """Try the key of Weights & Biases, as `wandb.init` would find it."""
+    """Check the W&B API key that `wandb.init` would use."""
     if find_spec("wandb") is None:
         return skipped("the package wandb is not installed")
     import wandb as client
@@ -150,14 +156,14 @@ def wandb() -> Result:
         is_known = client.login(verify=True, timeout=int(ANSWER_S))
     except Exception as error:  # wandb's own classes, and those of its HTTP client
         reason = str(error).strip().splitlines()[0]
-        return fault(f"the login failed: {reason}", "The run would fail at its start.", remedy)
+        return fault(f"the login failed: {reason}", "The run would fail at startup.", remedy)
     if not is_known:
         return skipped("WANDB_MODE switches wandb off")
     return ok("the key is accepted")
 
 
 def mlflow(uri: str) -> Result:
-    """Ask an MLflow server for its experiments.
+    """Request the experiments of an MLflow server.
 
     Args:
         uri: URL of the server.
@@ -175,7 +181,7 @@ def mlflow(uri: str) -> Result:
     except Exception as error:
         return fault(
             f"{uri}: {str(error).splitlines()[0]}",
-            "The run would fail at its start.",
+            "The run would fail at startup.",
             "Start the server, correct logging.mlflow.tracking_uri, or set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
         )
@@ -190,14 +196,14 @@ def reward_server(url: str) -> Result:
     """
     status, reason, _ = _get(url)
     if status is None:
-        return _is_away(url, reason)
+        return _unreachable(url, reason)
     if _is_error(status):
-        return _is_away(url, f"status {status}")
-    return ok(f"it answers; `raypo try-reward --servers` scores three rows (status {status})")
+        return _unreachable(url, f"status {status}")
+    return ok(f"it answers (status {status}); `raypo try-reward --servers` scores three rows")
 
 
 def judge_server(url: str, judge: JudgeSection) -> Result:
-    """Ask a judge's server for its models, with the key of the config. This costs nothing.
+    """Request the list of a judge's models with the configured key. This costs nothing.
 
     Args:
         url: One of `reward.judge.url`.
@@ -205,17 +211,17 @@ def judge_server(url: str, judge: JudgeSection) -> Result:
     """
     status, reason, body = _get(f"{url.rstrip('/')}/models", os.environ.get(judge.api_key_variable))
     if status is None:
-        return _is_away(url, reason)
+        return _unreachable(url, reason)
     if status in (401, 403):
         is_set = "is refused" if judge.api_key_variable in os.environ else "is not set"
         return fault(
             f"status {status}: {judge.api_key_variable} {is_set}",
-            "Every response would be without a score.",
-            f"Set {judge.api_key_variable} (reward.judge.api_key_variable) to a key of the server, "
-            "on every node.",
+            "No response would get a score.",
+            f"Set {judge.api_key_variable} (reward.judge.api_key_variable) to a key that the "
+            "server accepts, on every node.",
         )
     if _is_error(status):
-        return _is_away(url, f"status {status}")
+        return _unreachable(url, f"status {status}")
     entries = body.get("data") if isinstance(body, dict) else None
     models = [entry.get("id") for entry in entries or () if isinstance(entry, dict)]
     if models and judge.model not in models:
@@ -228,7 +234,8 @@ def judge_server(url: str, judge: JudgeSection) -> Result:
 
 
 def _get(url: str, token: str | None = None) -> tuple[int | None, str, Any]:
-    """Send a GET request. Return its status, or None and the reason, and its JSON."""
+    """Send a GET request. Return (status, "", JSON or None), or (None, reason, None) without a
+    response."""
     import httpx
 
     from raypo.rewards.remote import THIS_MACHINE
@@ -251,7 +258,7 @@ def _is_error(status: int) -> bool:
     return status >= 500 and status != 501  # not implemented: it answers to other requests
 
 
-def _is_away(url: str, reason: str) -> Result:
+def _unreachable(url: str, reason: str) -> Result:
     return fault(
         f"{url}: {reason}",
         "Responses could not be scored.",

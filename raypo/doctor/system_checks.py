@@ -26,13 +26,13 @@ from raypo.learner.deepspeed_config import Sharding
 from raypo.tools.sandbox import PythonSandbox, SandboxError
 
 RAY_OPEN_FILES = 65_536
-"""Open files to which Ray raises the limit of its processes, if the hard limit allows it."""
+"""Limit of open files that Ray sets for its processes, up to the hard limit."""
 OPEN_FILES = (1024, 4096)
-"""Limits of open files: a Ray with one run needs more than the first, and Ray warns below the
-second."""
+"""Bounds (fault, warning) of the limit of open files: a Ray with one run needs more than the first,
+and Ray warns below the second."""
 PROCESSES = (512, 4096)
-"""Limits of processes and threads: a run on one core has about 300, and each engine, worker and
-reward process adds some 50 to 100."""
+"""Bounds (fault, warning) of the limit of processes and threads: a run on one core has about 300,
+and each engine, worker and reward process adds some 50 to 100."""
 RAY_SHARE = 0.3
 """Share of RAM that Ray takes for its object store."""
 
@@ -110,17 +110,16 @@ def gloo(num_nodes: int, node: str) -> Result:
     """
     interfaces = psutil.net_if_addrs()
     names, host = os.environ.get(GLOO_INTERFACE), socket.gethostname()
-    remedy = f"Unset {GLOO_INTERFACE}, or set it to the interface of the address {node}."
+    wanted = f"the interface of the address {node}" if node else "an existing interface"
+    remedy = f"Unset {GLOO_INTERFACE}, or set it to {wanted}."
     if names is not None:
         name, source = names.split(",")[0], f"{GLOO_INTERFACE} ({names})"
     elif is_loopback(host):  # raypo then sets the interface of Ray's address for the workers
-        name, source = (
-            interface_of(node) or interface_of("127.0.0.1") or "lo",
-            f"the host's name {host}, which leads to no other",
-        )
+        name = interface_of(node) or interface_of("127.0.0.1") or "lo"
+        source = f"the host name {host}, which resolves to loopback"
     else:
         address = socket.gethostbyname(host)
-        found = f"{address}, the address of the host's name {host}"
+        found = f"{address}, the address of the host name {host}"
         if interface_of(address) is not None:
             return ok(found)
         status = fault if num_nodes > 1 else warning
@@ -138,13 +137,13 @@ def gloo(num_nodes: int, node: str) -> Result:
     addresses = [a.address for a in interfaces[name] if a.family == socket.AF_INET]
     found = f"{', '.join(addresses) or 'no IPv4 address'} of the interface {name}, by {source}"
     if num_nodes > 1 and all(ip_address(address).is_loopback for address in addresses):
-        meaning = "Workers on other nodes cannot reach this one, so all would wait for each other."
+        meaning = "Workers on other nodes cannot reach this one, so all workers would hang."
         return fault(found, meaning, remedy)
     return ok(found)
 
 
 def ports(config: AnyConfig | None, wanted: Sequence[int]) -> Result:
-    """Check that ports and the address of the endpoint for agents can be listened on.
+    """Check that a server can listen on the given ports and on `rollout.endpoint_host`.
 
     Args:
         config: Config of the run, or None.
@@ -168,7 +167,7 @@ def ports(config: AnyConfig | None, wanted: Sequence[int]) -> Result:
                 "Set it to an address of this machine, or 0.0.0.0 for all.",
             )
     if not places:
-        return skipped("no port was asked for: Ray and raypo take free ones")
+        return skipped("no --port given; Ray and raypo choose free ports")
     return ok(f"free: {', '.join(str(port or host) for host, port in places)}")
 
 
@@ -193,28 +192,29 @@ def compiler(config: AnyConfig | None) -> Result:
     if missing:
         return fault(
             f"{' and '.join(missing)} not found",
-            "learner.deepspeed off-loads the optimizer, which DeepSpeed compiles at the start.",
-            "Install it (apt install g++, pip install ninja), or remove offload_optimizer.",
+            "DeepSpeed compiles its CPU optimizer at startup.",
+            "Install them (apt install g++, pip install ninja), or remove offload_optimizer from "
+            "learner.deepspeed.",
         )
     return ok("g++ and ninja for DeepSpeed's optimizer on CPUs")
 
 
 def sandbox(config: AnyConfig | None) -> Result:
-    """Run a program in the sandbox, if a file of the user names it."""
+    """Run a one-line program in the sandbox if the user's code uses it."""
     if config is None or not _names_sandbox(config):
         return skipped("no function of the run uses raypo.tools.PythonSandbox")
     try:
         ran = asyncio.run(PythonSandbox(time_limit_s=4.0).run("print(6 * 7)"))
     except SandboxError as error:
         reason, _, remedy = str(error).partition(". ")
-        return fault(reason, "Programs of the policy could not be run.", remedy)
+        return fault(reason, "Programs written by the policy could not run.", remedy)
     if ran.output.strip() != "42":
         return fault(
-            f"a program of one line gave {ran.output.strip()!r}, status {ran.exit_code}",
-            "Programs of the policy would fail.",
+            f"a one-line program printed {ran.output.strip()!r}, status {ran.exit_code}",
+            "Programs written by the policy would fail.",
             "Look at docs/tools.md for what the sandbox needs.",
         )
-    return ok("a program of one line ran")
+    return ok("a one-line program ran")
 
 
 def _names_sandbox(config: AnyConfig) -> bool:

@@ -72,7 +72,7 @@ class AgentEndpoint:
         Raises:
             ConfigError: the host is not an address of this machine.
         """
-        import uvicorn  # a package of the extra serve, like Starlette
+        import uvicorn  # installed by the `serve` extra, as is Starlette
 
         from raypo.endpoint.app import app_of
 

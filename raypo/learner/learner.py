@@ -444,8 +444,14 @@ class Learner:
         All workers get the same number of microbatches, of which some may be empty.
         """
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
+        shared = [prompts]
+        if experience.prompt_experts is not None:  # prompts with other experts are packed apart
+            shared.append(experience.prompt_experts[rows])
         pieces = batches_by_tokens(
-            [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
+            [
+                b"".join(part[row][own].numpy().tobytes() for part in shared)
+                for row, own in enumerate(tokens)
+            ],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
             self._section.microbatch_tokens,

@@ -40,11 +40,12 @@ class RouterBalance:
             module: The policy, inside DeepSpeed.
             coef: `learner.router_aux_coef`.
             workers: The workers that train the policy.
-            is_replayed: Whether the engine's experts replace the routers' choice.
+            is_replayed: True if the engine's experts replace the routers' choice.
         """
         self._module, self._workers, self._coef = module, workers, coef
         self._is_replayed = is_replayed
-        # A reward model reads one state of each response, so its routing is not recorded.
+        # Only tokens whose states are read count (`about_to_pass`). Of a reward model that would be
+        # the last token of each response alone, which does not tell an expert's load.
         self._top_k = top_k_of(module.model) if isinstance(module, Policy) else None
         self._counts: list[Tensor] = []  # [L, E] of each microbatch
         self._entropies: list[Tensor] = []  # [L] of each microbatch

@@ -136,7 +136,7 @@ LOGGED = {
     "tools/": "calls_mean failures",
     "time/": "*_s",
     "perf/": "*_per_s *mfu peak_tflops memory_*_gb gpu_memory_*_gb engine_* wait_for_*_s "
-    "environment_s_mean environment_s_max tools_s_mean",
+    "environment_s_mean environment_s_max tools_s_mean draft_acceptance",
 }
 """Names, or patterns of names, of all metrics that a run can log besides those of its callbacks."""
 _NOT_OF = {

@@ -282,11 +282,12 @@ def _by_rows(model: Any, read: Callable[[Tensor], Tensor], packed: Packed) -> Te
     Returns:
         results: [M, ...].
     """
-    there, back = packed.layout.rows
-    states = back[packed.states]
+    gather_index, scatter_index = packed.layout.rows
+    states = scatter_index[packed.states]
     about_to_pass(states)
-    replay(model, None if packed.experts is None else packed.experts[there].flatten(0, 1))
-    return _at(read(packed.input_ids[0][there]).flatten(0, 1), states)
+    experts = packed.experts
+    replay(model, None if experts is None else experts[gather_index].flatten(0, 1))
+    return _at(read(packed.input_ids[0][gather_index]).flatten(0, 1), states)
 
 
 def packed_attention(
@@ -348,10 +349,11 @@ def attention_by_rows(
     is_usual = softcap is None and q.shape == v.shape and q.device.type == "cpu"
     if sees_all and is_usual and layout.shares_scores:
         return SharedPrompts.apply(q, k, v, layout, scale)[None], None
-    there, back = layout.rows
+    gather_index, scatter_index = layout.rows
     kind: dict[str, Any] = {"scale": scale, "window": sliding_window, "softcap": softcap}
-    rows = _attend(*(_at(tensor, there) for tensor in (q, k, v)), **kind)  # [rows, longest, H, D]
-    return _at(rows.flatten(0, 1), back)[None], None
+    # [rows, longest, H, D]
+    rows = _attend(*(_at(tensor, gather_index) for tensor in (q, k, v)), **kind)
+    return _at(rows.flatten(0, 1), scatter_index)[None], None
 
 
 def _at(tokens: Tensor, places: Tensor) -> Tensor:

@@ -63,25 +63,28 @@ class Layout:
         A row of the batch is a prompt followed by one response, padded on the right.
 
         Returns:
-            there: [rows, longest] int64. For each position in the batch, the index of its packed
-                token. Padding has the index of the prompt's first token.
-            back: [N] int64. For each packed token, its index in the flattened batch. A prompt is in
-                several rows of the batch, and its tokens have their index in the first of them.
+            gather_index: [rows, longest] int64. For each position in the batch, the index of its
+                packed token. Padding has the index of the prompt's first token.
+            scatter_index: [N] int64. For each packed token, its index in the flattened batch. A
+                prompt is in several rows of the batch, and its tokens have their index in the first
+                of them.
         """
-        there: list[Tensor] = []
-        back: list[Tensor] = []
+        gather_index: list[Tensor] = []
+        scatter_index: list[Tensor] = []
         longest = max(g.prompt + max(g.responses, default=0) for g in self.groups)
         for group in self.groups:
             prompt = torch.arange(group.first, group.first + group.prompt)
             first = group.first + group.prompt
-            back.append(len(there) * longest + torch.arange(group.prompt))
+            scatter_index.append(len(gather_index) * longest + torch.arange(group.prompt))
             for length in group.responses or (0,):
                 own = torch.arange(first, first + length)
                 padding = prompt[:1].expand(longest - group.prompt - length)
-                back.append(len(there) * longest + group.prompt + torch.arange(length))
-                there.append(torch.cat([prompt, own, padding]))
+                start = len(gather_index) * longest + group.prompt
+                scatter_index.append(start + torch.arange(length))
+                gather_index.append(torch.cat([prompt, own, padding]))
                 first += length
-        return to_device(torch.stack(there), self.device), to_device(torch.cat(back), self.device)
+        made = torch.stack(gather_index), torch.cat(scatter_index)
+        return to_device(made[0], self.device), to_device(made[1], self.device)
 
     @cached_property
     def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,25 +93,27 @@ class Layout:
         A row of the batch is one response without its prompt, padded on the right.
 
         Returns:
-            there: [responses, longest] int64. For each position in the batch, the index of its
-                packed token. Padding has the index of the response's first token.
+            gather_index: [responses, longest] int64. For each position in the batch, the index of
+                its packed token. Padding has the index of the response's first token.
             is_padding: [responses, longest] bool, True on padding.
             tokens: [tokens] int64. For each token of a response, its index among the packed tokens.
-            back: [tokens] int64. For each token of a response, its index in the flattened batch.
+            scatter_index: [tokens] int64. For each token of a response, its index in the flattened
+                batch.
         """
         firsts: list[int] = []
         for group in self.groups:
             firsts += accumulate(group.responses, initial=group.responses_slice.start)
             firsts.pop()
         lengths = torch.tensor([n for group in self.groups for n in group.responses]).long()
-        place = torch.arange(int(lengths.max()) if len(lengths) else 0)
-        is_padding = place >= lengths[:, None]
-        starts = torch.tensor(firsts).long()
-        there = starts[:, None] + place.expand(len(lengths), -1).masked_fill(is_padding, 0)
-        back = torch.nonzero(~is_padding.flatten()).flatten()
+        position = torch.arange(int(lengths.max()) if len(lengths) else 0)
+        is_padding = position >= lengths[:, None]
+        offsets = position.expand(len(lengths), -1).masked_fill(is_padding, 0)
+        gather_index = torch.tensor(firsts).long()[:, None] + offsets
+        scatter_index = torch.nonzero(~is_padding.flatten()).flatten()
+        tokens = gather_index.flatten()[scatter_index]
         return tuple(
-            to_device(each, self.device)
-            for each in (there, is_padding, there.flatten()[back], back)
+            to_device(index, self.device)
+            for index in (gather_index, is_padding, tokens, scatter_index)
         )  # type: ignore[return-value]
 
     @property

@@ -1,8 +1,8 @@
 """Replay of the experts that an engine chose, in place of the choice of the learner's routers.
 
-R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370). A router computes its probabilities
-as usual. They are gathered at the replayed experts, and normalised by transformers' own code. So
-each architecture keeps its rule, and gradients flow to the router.
+R3, rollout routing replay (Ma et al. 2025, arXiv:2510.11370). The router computes its
+probabilities as usual; raypo gathers them at the replayed experts, and transformers normalises
+them, if the architecture does. Each architecture keeps its rule, and gradients reach the router.
 
 N tokens of a pass, L layers with experts, E experts of a layer, k experts of a token.
 """
@@ -37,7 +37,7 @@ class _Choice(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Routers with groups also select groups, which are fewer than experts.
+        # Grouped routers also use topk for groups, of which there are fewer.
         if function is not torch.topk or args[0].shape[1:] != (self._num_experts,):
             return function(*args, **kwargs)
         self.is_used = True
@@ -58,7 +58,7 @@ def replay(model: Any, experts: Tensor | None) -> None:
         experts: Experts of each token, int [N, L, k]. None means the routers' own choice.
 
     Raises:
-        RuntimeError: the model has another number of layers with experts.
+        RuntimeError: the model does not have L MoE layers.
     """
     backbone = model.base_model
     if experts is None and not getattr(backbone, "raypo_replays", False):

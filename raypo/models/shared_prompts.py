@@ -35,10 +35,10 @@ class SharedPrompts(torch.autograd.Function):
         """Compute attention to responses and to prompts, and combine both into one softmax."""
         mixed = torch.empty_like(q)
         norms = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        there, _, tokens, back = layout.responses
+        gather_index, _, tokens, scatter_index = layout.responses
         if len(tokens):
-            own = _attend(q[there], k[there], v[there], scale=scale, causal=True)
-            mixed[tokens], norms[tokens] = (tensor.flatten(0, 1)[back] for tensor in own)
+            own = _attend(*(x[gather_index] for x in (q, k, v)), scale=scale, causal=True)
+            mixed[tokens], norms[tokens] = (tensor.flatten(0, 1)[scatter_index] for tensor in own)
         for group in layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
             seen = _attend(*(x[None, prompt] for x in (q, k, v)), scale=scale, causal=True)
@@ -68,14 +68,14 @@ class SharedPrompts(torch.autograd.Function):
         q, k, v, mixed, norms = ctx.saved_tensors
         grad, scale = grads[0].contiguous(), ctx.scale
         made = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
-        there, is_padding, tokens, back = ctx.layout.responses
+        gather_index, is_padding, tokens, scatter_index = ctx.layout.responses
         if len(tokens):
-            inputs = [tensor[there] for tensor in (grad, q, k, v, mixed, norms)]
+            inputs = [tensor[gather_index] for tensor in (grad, q, k, v, mixed, norms)]
             inputs[0][is_padding], inputs[-1][is_padding] = 0.0, torch.inf  # probability 0
             for whole, part in zip(
                 made, _gradients(*inputs, scale=scale, causal=True), strict=True
             ):
-                whole[tokens] = part.flatten(0, 1)[back]
+                whole[tokens] = part.flatten(0, 1)[scatter_index]
         for group in ctx.layout.groups:
             prompt, said = group.prompt_slice, group.responses_slice
             inputs = [tensor[None, prompt] for tensor in (grad, q, k, v, mixed, norms)]

@@ -315,7 +315,10 @@ def engine(
     sequences = sequences_at_once(config, device, gpu_bytes)
     if device == "cpu" and isinstance(config, OnlineConfig):
         sequences = min(config.responses_per_step, sequences)
-    more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
+    speculation = section.speculation
+    drafted = 0 if speculation.kind == "none" else speculation.num_tokens
+    # A pass has a row of logits for each drafted token, and one for the token after them.
+    more = {"sampling": 3 * 4 * sequences * (1 + drafted) * shape.vocabulary}
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
         more["adapter"] = adapter_weights(lora, shape) * itemsize
     if drafter is not None:

@@ -529,12 +529,12 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
     bytes.
     """
     for what, size in role.memory.held.items():
-        if what == "runtime":
+        if what in ("runtime", "experts"):  # vLLM's sleep does not free the store of experts
             yield None, False, size
         elif role.name in LEARNERS:
             yield PARAMETERS if what == "policy weights" else TRAINING_STATE, True, size
         elif role.name == "engine":
-            is_weights = what == "weights"
+            is_weights = what in ("weights", "draft model")
             yield ENGINE_WEIGHTS if is_weights else KV_CACHE, is_weights, size
         else:
             yield FROZEN_MODELS, what == "weights", size
@@ -546,10 +546,14 @@ def _impossible(plan: Plan) -> Iterator[str]:
     if config is None:
         return
     section, length = config.rollout.engine, config.max_model_len
-    a_token = plan.models.policy.kv_bytes_per_token(
-        config.model.dtype, tensor_parallel=section.tensor_parallel
+    one = cpu_sequence_bytes(
+        sum(
+            shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=section.tensor_parallel)
+            for shape in (plan.models.policy, plan.models.drafter)
+            if shape is not None
+        ),
+        length,
     )
-    one = cpu_sequence_bytes(a_token, length)
     held = estimate.engine(config, plan.models, plan.device, gpu_bytes).held
     cache = held.get("KV cache")
     if cache is None or cache >= one:

@@ -443,8 +443,10 @@ class _Work:
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
         # An engine usually sleeps before a push of all weights, so it discards its own weights. It
-        # moves them to RAM if only an adapter is pushed, or if the same step may sample again.
-        is_kept = config.pushes_adapter or config.is_refilled
+        # moves them to RAM if only an adapter is pushed, if the same step may sample again, or if
+        # it has a draft model, which no push brings back.
+        drafts = config.rollout.engine.speculation.model is not None
+        is_kept = config.pushes_adapter or config.is_refilled or drafts
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
 

@@ -422,9 +422,9 @@ def runs_of(mask: Tensor) -> Tensor:
 
 
 def _numbered(turns: Tensor, mask: Tensor, indices: Tensor | None) -> Tensor:
-    """Return the turn of each sampled token, compacted and renumbered from 0: [B, T] int64.
+    """Return turn numbers from 0 of the sampled tokens, moved to each row's front: [B, T] int64.
 
-    Positions after a row's last sampled token are -1.
+    Remaining positions are -1.
     """
     compacted = _compact(torch.where(mask, turns, 0), indices)
     number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)

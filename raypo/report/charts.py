@@ -41,7 +41,7 @@ def line_chart(
         wide: True for the whole width of the page.
     """
     names = {metrics: ""} if isinstance(metrics, str) else metrics
-    several = len(rows_by_run) > 1
+    has_several_runs = len(rows_by_run) > 1
     figure = new_figure("step", y_title)
     steps: list[float] = []
     for run_number, (run, rows) in enumerate(rows_by_run.items()):
@@ -54,10 +54,10 @@ def line_chart(
             figure.add_scatter(
                 x=[row["step"] for row in seen],
                 y=[row[name] for row in seen],
-                name=", ".join(filter(None, [run if several else "", label])) or title,
+                name=", ".join(filter(None, [run if has_several_runs else "", label])) or title,
                 mode="lines+markers" if sparse else "lines",
-                line_color=_colour(run_number if several else name_number),
-                line_dash="dot" if several and name_number else "solid",
+                line_color=_colour(run_number if has_several_runs else name_number),
+                line_dash="dot" if has_several_runs and name_number else "solid",
                 line_width=2,
                 marker_size=8,
             )
@@ -77,9 +77,9 @@ def line_chart(
             figure.add_scatter(
                 x=[min(steps), max(steps)],
                 y=[value, value],
-                name=f"{run} {reference_name}" if several else reference_name,
+                name=f"{run} {reference_name}" if has_several_runs else reference_name,
                 mode="lines",
-                line_color=_colour(number) if several else _GREY,
+                line_color=_colour(number) if has_several_runs else _GREY,
                 line_dash="dash",
                 line_width=1.5,
             )

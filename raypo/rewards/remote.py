@@ -93,7 +93,7 @@ class JsonServers:
         The function returns what `read` returns. It raises RemoteRewardError if no attempt
         succeeded, or if `read` raised ValueError.
         """
-        under_way = dict.fromkeys(self._urls, 0)
+        num_in_flight = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
         limits = httpx.Limits(max_connections=self._max_concurrent)
         async with httpx.AsyncClient(
@@ -102,7 +102,7 @@ class JsonServers:
 
             async def post(body: Any, read: Read) -> Any:
                 async with room:
-                    return await self._post(client, body, read, under_way)
+                    return await self._post(client, body, read, num_in_flight)
 
             yield post
 
@@ -111,7 +111,7 @@ class JsonServers:
         client: httpx.AsyncClient,
         body: Any,
         read: Read,
-        under_way: dict[str, int],
+        num_in_flight: dict[str, int],
     ) -> Any:
         avoid = ""
         async for attempt in AsyncRetrying(
@@ -121,9 +121,9 @@ class JsonServers:
             reraise=True,
         ):
             with attempt:
-                url = self._choose(under_way, avoid)
+                url = self._choose(num_in_flight, avoid)
                 avoid = url
-                under_way[url] += 1
+                num_in_flight[url] += 1
                 try:
                     # The timeout of httpx is not enough, because it restarts at each read.
                     async with asyncio.timeout(self._timeout_s):
@@ -131,7 +131,7 @@ class JsonServers:
                 except (TimeoutError, httpx.TimeoutException):
                     raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
                 finally:
-                    under_way[url] -= 1
+                    num_in_flight[url] -= 1
         raise AssertionError("reraise=True leaves no way here")
 
     async def _attempt(
@@ -167,12 +167,12 @@ class JsonServers:
         except ValueError as error:
             raise RemoteRewardError(f"{url}: {error}") from error
 
-    def _choose(self, under_way: dict[str, int], avoid: str) -> str:
+    def _choose(self, num_in_flight: dict[str, int], avoid: str) -> str:
         """Return the server with the fewest requests in flight, other than the last one tried."""
         others = [url for url in self._urls if url != avoid] or list(self._urls)
         # Rotate, so that ties do not always go to the first server.
         first = next(self._turn) % len(others)
-        return min(others[first:] + others[:first], key=lambda url: under_way[url])
+        return min(others[first:] + others[:first], key=lambda url: num_in_flight[url])
 
     def _wait(self, state: RetryCallState) -> float:
         wait = wait_random_exponential(self._first_wait_s, self._longest_wait_s)(state)

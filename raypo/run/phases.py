@@ -113,7 +113,8 @@ class Phases:
                 drop their weights instead of keeping them on the host.
 
         Raises:
-            PhaseError: the current phase is another one, so that learners would have to move.
+            PhaseError: the current phase is neither GENERATE nor SCORE; other changes move the
+                learner, so all workers must call `enter`.
         """
         if not self.is_ahead and self.now not in (Phase.GENERATE, Phase.SCORE):
             raise PhaseError(f"one worker alone cannot change from phase {self.now} to {phase}")

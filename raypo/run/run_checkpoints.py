@@ -152,8 +152,8 @@ class Checkpoints:
     def save(self, step: int, metrics: dict[str, float], state: Mapping[str, Any]) -> Staged:
         """Save a checkpoint and the models, and link the best models so far into `best/`.
 
-        If the nodes have enough RAM for a snapshot, all of this is only begun here, and
-        `Records.report` lets it run beside the next steps.
+        If RAM allows, only copies the state here; the files are written in the background during
+        the next steps, after `Records.report`.
 
         Args:
             step: The step that has ended.

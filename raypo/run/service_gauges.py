@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.config import OnlineConfig
@@ -24,7 +24,8 @@ class EnginesLoad:
     _looked_at: float | None = None
     _busy_s: float = 0.0
     _preemptions: int = 0
-    _drafts: tuple[int, int] = (0, 0)
+    _drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafted and accepted tokens of each engine at the last call."""
 
     def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
         """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
@@ -54,16 +55,21 @@ class EnginesLoad:
             ),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
-        drafts = sum(load.drafted for load in loads), sum(load.accepted for load in loads)
-        drafted, accepted = drafts[0] - self._drafts[0], drafts[1] - self._drafts[1]
-        if drafted > 0 and accepted >= 0:
+        drafted = accepted = 0
+        for name, (load, _) in stretches.items():
+            before = self._drafts.get(name, (0, 0))
+            if load.drafted < before[0]:  # the engine was restarted
+                before = (0, 0)
+            drafted += load.drafted - before[0]
+            accepted += load.accepted - before[1]
+            self._drafts[name] = load.drafted, load.accepted
+        if drafted:
             metrics["perf/draft_acceptance"] = accepted / drafted
         # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
         if self._looked_at is not None and loads:
             worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
             metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
         self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
-        self._drafts = drafts
         return metrics
 
 

@@ -1,9 +1,9 @@
 """Store of the experts that vLLM chose for each token, beside the KV cache of a vLLM worker.
 
 An entry belongs to a slot of the KV cache. It is written in the pass that computes the slot's keys
-and values. So all tokens of a request have entries, also those of a prefix that another request has
-computed, and a block that the prefix cache reuses keeps its entries. A request's entries are read
-just before its blocks are freed: when it ends, and when vLLM preempts it (`InsideVllm`).
+and values. So every token has an entry, even in a prefix computed for another request. Blocks
+reused by the prefix cache keep theirs. A request's entries are read just before its blocks are
+freed: when it ends, and when vLLM preempts it (`InsideVllm`).
 
 L layers with experts, k experts of a token.
 """
@@ -28,7 +28,7 @@ class ExpertStore:
 
         Args:
             model_runner: vLLM's model runner, after it has allocated its KV cache. It must run
-                without CUDA graphs, because they repeat kernels without the calls that record.
+                without CUDA graphs, because replaying a graph skips the recording callback.
 
         Raises:
             WeightError: the experts of the model cannot be recorded.
@@ -42,9 +42,9 @@ class ExpertStore:
         layers = [m for m in model_runner.get_model().modules() if isinstance(m, MoERunner)]
         is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
         if not is_full or specs[0].sliding_window or specs[0].attention_chunk_size:
-            raise _cannot("some of its layers keep no keys and values of all tokens")
+            raise _cannot("some layers do not keep keys and values of all tokens")
         if not layers:
-            raise _cannot("vLLM has no layers with experts in it")
+            raise _cannot("vLLM finds no MoE layers in it")
         for layer in layers:
             if not isinstance(layer.router, BaseRouter):
                 raise _cannot(f"vLLM's {type(layer.router).__name__} does not report its choice")
@@ -60,19 +60,19 @@ class ExpertStore:
             dtype=torch.uint8 if most <= 256 else torch.int16,
             device=model_runner.device,
         )
-        """The last entry is that of padding, whose slot is -1."""
+        """The last entry absorbs padding (slot -1)."""
         for number, router in enumerate(routers):
             router.set_capture_fn(partial(self._write, number))
 
     def _write(self, layer: int, experts: Tensor) -> None:
-        """Store a layer's experts [N, k] of the tokens of a pass."""
+        """Store the experts [N, k] that one layer chose in a pass."""
         from vllm.forward_context import get_forward_context
 
         by_layer = get_forward_context().slot_mapping
-        assert isinstance(by_layer, dict), "a pass has no microbatches"
+        assert isinstance(by_layer, dict), "microbatched passes are not supported"
         if by_layer:  # else the pass only measures memory
             slots = next(iter(by_layer.values()))
-            assert len(slots) == len(experts), "every worker routes all tokens"
+            assert len(slots) == len(experts), "this worker routed only some tokens"
             self._entries[slots, layer] = experts.to(self._entries.dtype)
 
     def read(self, blocks: list[int], first: int, end: int) -> np.ndarray:

@@ -131,8 +131,11 @@ class InsideVllm:
         self.llm.llm_engine.abort_request([name], internal=True)
 
     def state(self, name: str) -> Any:
-        """Return the output processor's state of a running request, for `sampled` and the id that
-        its outputs have (`external_req_id`)."""
+        """Return the output processor's state of a running request.
+
+        It holds the log-probs that `sampled` reads and the request's external id
+        (`external_req_id`).
+        """
         return self.llm.llm_engine.output_processor.request_states[name]
 
     def scheduled(self, name: str) -> Any:
@@ -157,9 +160,9 @@ class InsideVllm:
             parts: list[np.ndarray] | None = getattr(request, "experts", None)
             if parts is not None:
                 known = sum(map(len, parts))
-                # The newest token has not been read; others may be in flight.
-                computed = request.num_computed_tokens - request.num_output_placeholders
-                computed = min(computed, request.num_tokens - 1)
+                # Steps in flight write before the store is read, also those whose tokens vLLM has
+                # not delivered yet (`num_computed_tokens` counts them).
+                computed = min(request.num_computed_tokens, request.num_tokens)
                 if computed > known:
                     (blocks,) = manager.get_block_ids(request.request_id)
                     parts.append(read(blocks, known, computed))

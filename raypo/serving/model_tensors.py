@@ -45,9 +45,9 @@ class ModelTensors:
         }
         optional = {n: s for n, s in everything.items() if n not in required}
         conversions = [
-            each
-            for each in get_model_conversion_mapping(skeleton, add_legacy=False)
-            if type(each).__name__ != "PrefixChange"  # of models that were loaded from files alone
+            conversion
+            for conversion in get_model_conversion_mapping(skeleton, add_legacy=False)
+            if type(conversion).__name__ != "PrefixChange"  # only of models loaded from files
         ]
         stand_in = SimpleNamespace(_weight_conversions=conversions, config=skeleton.config)
         names = [name for name, _ in as_in_files(stand_in, stored_tensors(skeleton))]

@@ -111,6 +111,25 @@ def check_router_replay(router_replay: str) -> None:
         )
 
 
+def check_speculation(kind: str) -> None:
+    """Refuse to draft tokens with a vLLM (0.23) that keeps those behind a stop string.
+
+    The same version fails to draft on CPUs. If vLLM is not installed here, the setting passes.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    found = find_spec("vllm")
+    if kind == "none" or found is None or found.origin is None:
+        return
+    source = Path(found.origin).parent / "v1" / "engine" / "output_processor.py"
+    if "_trim_surplus_tokens" not in source.read_text():
+        raise ConfigError(
+            f"rollout.engine.speculation.kind ({kind}): the installed vLLM is too old for it. "
+            "Install vLLM 0.32, or set rollout.engine.speculation.kind to none."
+        )
+
+
 def with_head_dtype(section: EngineSection, head_dtype: str) -> EngineSection:
     """Return the settings of engines that compute their logits in `model.head_dtype`.
 

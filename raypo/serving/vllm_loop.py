@@ -508,7 +508,10 @@ class VllmLoop:
                 self._left(each, output.request_id, len(tokens))
                 reason = said.finish_reason
                 experts = getattr(each.scheduled, "experts", None)
-                each.set_result(completion_of(tokens, log_probs, reason, each.versions, experts))
+                num_prompt = len(each.request.prompt_ids)
+                each.set_result(
+                    completion_of(tokens, log_probs, reason, each.versions, experts, num_prompt)
+                )
         return True
 
     def _give_back(self, each: RequestState, reason: str) -> None:
@@ -518,7 +521,10 @@ class VllmLoop:
         else:
             tokens, log_probs = self._withdraw(each)
             experts = getattr(each.scheduled, "experts", None)
-        each.set_result(completion_of(tokens, log_probs, reason, each.versions, experts))
+        num_prompt = len(each.request.prompt_ids)
+        each.set_result(
+            completion_of(tokens, log_probs, reason, each.versions, experts, num_prompt)
+        )
 
     def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Sequence[float]]:
         """Abort a request in vLLM; return its tokens so far and their log-probs."""

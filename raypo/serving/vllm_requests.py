@@ -38,6 +38,7 @@ def completion_of(
     finish_reason: str,
     versions: Sequence[tuple[int, int]] = (),
     experts: Sequence[np.ndarray] | None = None,
+    num_prompt_tokens: int = 0,
 ) -> Completion:
     """Convert vLLM's output for a request.
 
@@ -46,17 +47,24 @@ def completion_of(
         log_probs: Their log-probs.
         finish_reason: Value of `Completion.finish_reason`.
         versions: (index of the first token, weight version), in order.
-        experts: Parts of `Completion.experts`. None means that they were not requested.
+        experts: Parts of `Completion.experts`, perhaps with one entry more: vLLM on GPUs may have
+            read the last token before it saw that it was the last. None means that they were not
+            requested.
+        num_prompt_tokens: Length of the prompt, for `experts`.
     """
     # If two versions have the same first token, only the later one has sampled it: `dict` keeps it.
     count, sampled = len(token_ids), dict(versions)
     spans = [(first, version) for first, version in sampled.items() if first < count]
     assert len(log_probs) == count, "vLLM has one log-prob for each sampled token"
+    recorded: np.ndarray | None = None
+    if experts and count:
+        recorded = np.concatenate(experts)[: num_prompt_tokens + count - 1]
+        assert len(recorded) == num_prompt_tokens + count - 1, "all tokens but the last were read"
     return Completion(
         token_ids=np.array(token_ids, dtype=np.int32),
         log_probs=np.array(log_probs, dtype=np.float32),
         finish_reason=finish_reason,
         weight_version=spans[0][1] if spans else -1,
         later_versions=tuple(spans[1:]),
-        experts=np.concatenate(experts) if experts and count else None,
+        experts=recorded,
     )

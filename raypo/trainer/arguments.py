@@ -80,12 +80,12 @@ class Given(Generic[AnyConfig]):
 
 
 def read_arguments(
-    kind: type[AnyConfig], config: object, arguments: Arguments, *, preset: str | None
+    config_class: type[AnyConfig], config: object, arguments: Arguments, *, preset: str | None
 ) -> Given[AnyConfig]:
     """Convert a trainer's arguments to a config and the Python objects that it cannot hold.
 
     Args:
-        kind: Config class of the recipe.
+        config_class: Config class of the recipe.
         config: A config, a mapping of its keys, the path of a run file, or None.
         arguments: The other arguments, which set keys of the config.
         preset: Value of `ppo.preset` if `config` sets neither `ppo.preset` nor `ppo.advantage`.
@@ -93,14 +93,14 @@ def read_arguments(
     Raises:
         ConfigError: an argument is wrong, or has no effect.
     """
-    config, arguments, report = _with_trl(kind, config, arguments)
+    config, arguments, report = _with_trl(config_class, config, arguments)
     if config is not None and arguments.args is not None:
         raise ConfigError(
             f"args ({type(arguments.args).__name__}): the first argument is a config already. Give "
             f"one of the two; both take a config, a mapping or the path of a run file."
         )
     config = arguments.args if config is None else config
-    values, origin = _values(config, kind)
+    values, origin = _values(config, config_class)
     if preset and not {"preset", "advantage"} & (values.get("ppo") or {}).keys():
         put(values, "ppo.preset", preset)
     if arguments.processing_class is not None and not hasattr(
@@ -111,15 +111,15 @@ def read_arguments(
             "object that AutoTokenizer.from_pretrained returns, or leave it out: a run loads the "
             "tokenizer from the model's folder."
         )
-    models = _set_models(values, kind, arguments)
+    models = _set_models(values, config_class, arguments)
     if arguments.peft_config is not None:
         put(values, "model.lora", _lora_of(arguments.peft_config))
-    rows = _set_rows(values, kind, arguments)
-    reward_fn = _set_rewards(values, kind, arguments)
+    rows = _set_rows(values, config_class, arguments)
+    reward_fn = _set_rewards(values, config_class, arguments)
     callbacks = _set_callbacks(values, () if arguments.callbacks is None else arguments.callbacks)
     if arguments.model is not None:
         path = str(getattr(arguments.model, "name_or_path", arguments.model))
-        recipe = kind.model_fields["recipe"].default
+        recipe = config_class.model_fields["recipe"].default
         valid = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("._-")
         values.setdefault("name", f"{valid or 'model'}-{recipe}")
     is_built = config is None or isinstance(config, Mapping)
@@ -127,7 +127,7 @@ def read_arguments(
         section, _, last = key.partition(".")
         if is_built and last not in (values.get(section) or {}):
             raise ConfigError(f"{name} (None): is required. Give {name}, or {key} in args.")
-    made = kind.parse(values, origin=origin)
+    made = config_class.parse(values, origin=origin)
     is_gdpo = isinstance(made, PPOConfig) and made.ppo.advantage == "gdpo"
     if is_gdpo and isinstance(reward_fn, WeightedSum) and set(reward_fn.weights) != {1.0}:
         raise ConfigError(
@@ -145,7 +145,7 @@ def kind_of_trl(value: object) -> str:
 
 
 def _with_trl(
-    kind: type[RecipeConfig], config: object, arguments: Arguments
+    config_class: type[RecipeConfig], config: object, arguments: Arguments
 ) -> tuple[object, Arguments, tuple[str, ...]]:
     """Translate a config object of TRL. Keys of `config` take precedence over its fields.
 
@@ -171,15 +171,15 @@ def _with_trl(
     weights = fields.pop("reward_weights", None)
     if weights is not None and arguments.reward_weights is None:
         arguments = replace(arguments, reward_weights=weights)
-    # Configs of GRPO and RLOO have the number of processes in their batch sizes.
+    # Batch sizes in GRPOConfig and RLOOConfig already count all processes.
     if kind_of_trl(args) not in ("GRPOConfig", "RLOOConfig"):
         fields["world_size"] = getattr(args, "world_size", 1)
     source = of_trl(fields, name, kind_of_trl(args))
     own = {str(key): value for key, value in flatten(config or {}).items()}
-    if source.recipe != kind.model_fields["recipe"].default:
+    if source.recipe != config_class.model_fields["recipe"].default:
         raise ConfigError(
             f"{name}: belongs to another trainer, of recipe {source.recipe}. Give the config of "
-            f"TRL for {kind.model_fields['recipe'].default}."
+            f"TRL for {config_class.model_fields['recipe'].default}."
         )
     elsewhere = {
         "model.policy": (arguments.model,),
@@ -188,7 +188,8 @@ def _with_trl(
     }
     set_keys = [k for k, values in elsewhere.items() if any(v is not None for v in values)]
     made = translate(source, given=[*set_keys, *own], rows=_count(arguments))
-    # A run gets a name from its model, and stops at a prompt that is longer than the default.
+    # Optional keys: `name` defaults to one made from the model's; a prompt above the default
+    # max_prompt_tokens stops the run.
     optional = ("name", "data.max_prompt_tokens")
     unset = {key: why for key, (value, why) in made.done.items() if str(value) == TODO}
     if missing := [f"{key}: {why}" for key, why in unset.items() if key not in optional]:
@@ -233,7 +234,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values[first] = value
 
 
-def _values(config: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
+def _values(config: object, config_class: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
     """Return the nested values of a config in any form, and the prefix of error messages."""
     if isinstance(config, str | Path):
         is_file = Path(config).exists() or Path(config).suffix in (".yaml", ".yml")
@@ -244,7 +245,7 @@ def _values(config: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], s
                 f"model={str(config)!r}."
             )
         return read_yaml(Path(config), ()), str(config)
-    if isinstance(config, kind):
+    if isinstance(config, config_class):
         whole = config.model_dump()
         if "ppo" in whole:  # without its defaults, which would hide the preset of GRPOTrainer
             whole["ppo"] = getattr(config, "ppo").model_dump(exclude_unset=True)  # noqa: B009
@@ -258,16 +259,16 @@ def _values(config: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], s
     is_foreign = "trl" in type(config).__module__
     of_others = f" Of TRL, raypo reads {', '.join(RECIPES)}." if is_foreign else ""
     raise ConfigError(
-        f"config ({name}): must be a {kind.__name__}, a mapping of its keys like "
+        f"config ({name}): must be a {config_class.__name__}, a mapping of its keys like "
         f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_others}'
     )
 
 
 def _set_models(
-    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
+    values: dict[str, Any], config_class: type[RecipeConfig], arguments: Arguments
 ) -> dict[str, tuple[Any, Any]]:
     """Set the config keys of the models. Return models given as objects, with their tokenizers."""
-    recipe_keys, objects = known_keys(kind), {}
+    recipe_keys, objects = known_keys(config_class), {}
     for name, key in (("model", "model.policy"), ("ref_model", "model.reference")):
         model = getattr(arguments, name)
         if model is not None and key not in recipe_keys:
@@ -364,10 +365,10 @@ def _lora_of(peft_config: Any) -> dict[str, Any]:
 
 
 def _set_rows(
-    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
+    values: dict[str, Any], config_class: type[RecipeConfig], arguments: Arguments
 ) -> dict[str, Rows]:
     """Set the config keys of the data. Return rows given as objects, by config key."""
-    held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
+    held_out = "eval.pairs" if "eval.pairs" in known_keys(config_class) else "eval.prompts"
     rows: dict[str, Rows] = {}
     for name, data in (arguments.datasets or {}).items():
         key = {"train": "data.prompts", "eval": held_out}.get(name, name)
@@ -382,7 +383,7 @@ def _set_rows(
             put(values, key, str(data))
         elif data is not None:
             rows[key] = data
-    check_rows(kind, rows)
+    check_rows(config_class, rows)
     for key in rows:
         put(values, key, GIVEN)
     return rows
@@ -400,7 +401,7 @@ def _set_callbacks(values: dict[str, Any], argument: Any) -> tuple[Callable[...,
 
 
 def _set_rewards(
-    values: dict[str, Any], kind: type[RecipeConfig], arguments: Arguments
+    values: dict[str, Any], config_class: type[RecipeConfig], arguments: Arguments
 ) -> RewardFunction | None:
     """Set the config keys of the rewards, and return the reward function that they cannot hold.
 
@@ -408,7 +409,7 @@ def _set_rewards(
     """
     funcs = arguments.reward_funcs
     all_funcs = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
-    if all_funcs and not issubclass(kind, OnlineConfig):
+    if all_funcs and not issubclass(config_class, OnlineConfig):
         raise ConfigError(
             f"reward_funcs ({function_name(all_funcs[0])}): this recipe trains on given rows, so "
             "no samples are scored. Leave it out; eval.function of an SFTConfig or DPOConfig "
@@ -484,13 +485,13 @@ def with_models(config: AnyConfig, models: Mapping[str, tuple[Any, Any]]) -> Any
         follow_umask(temporary)
         saved.write_others(temporary)
         tokenizer.save_pretrained(temporary)
-        content = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64()
         for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
-            content.update(str(file.relative_to(temporary)).encode())
+            digest.update(str(file.relative_to(temporary)).encode())
             with file.open("rb") as opened:
                 while block := opened.read(BLOCK):
-                    content.update(block)
-        final = folder / f"{key}-{content.hexdigest()}"
+                    digest.update(block)
+        final = folder / f"{key}-{digest.hexdigest()}"
         if final.exists():
             shutil.rmtree(temporary)
         else:

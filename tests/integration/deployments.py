@@ -50,9 +50,6 @@ class Doubler:
     def pid(self) -> int:
         return os.getpid()
 
-    def delay_s(self) -> float:
-        return self._delay_s
-
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
@@ -70,11 +67,6 @@ class Doubler:
 
     def version(self) -> int | None:
         return self._version
-
-    def hang_once(self, path: str) -> None:
-        if Path(path).exists():
-            Path(path).unlink()
-            os.kill(os.getpid(), signal.SIGSTOP)
 
     def get_stuck_once(self, path: str) -> str:
         """It goes on to answer health checks."""

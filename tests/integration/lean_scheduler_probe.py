@@ -22,7 +22,7 @@ from raypo.serving import lean_scheduler
 from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.lean_scheduler import why_not_lean
 from raypo.serving.requests import SamplingRequest
-from raypo.serving.vllm_requests import sampling_params
+from raypo.serving.vllm_requests import completion_of, sampling_params
 from tests.tiny import tiny_policy
 from tests.without_model import random_sample, start_without_model
 
@@ -297,3 +297,66 @@ def test_the_engine_says_once_that_vllms_own_scheduler_is_used(folder: str, capl
     assert "statistics are enabled" in record.getMessage()
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert type(scheduler) is lean_scheduler.AsyncScheduler
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+@pytest.mark.parametrize("is_lean", [True, False])
+def test_experts_of_preempted_requests_are_read_to_the_last_token_but_one(
+    folder: str, is_lean: bool, is_ahead: bool
+):
+    """The stand-in for a store gives the experts of each position the position's number."""
+    settings: dict[str, Any] = {"blocks": 30, "block_size": 4, "max_num_seqs": 8}
+    llm = start_without_model(
+        folder, is_lean=is_lean, is_ahead=is_ahead, max_model_len=100, **settings
+    )
+    inside = InsideVllm(llm)
+    inside.record_experts(lambda blocks, first, end: np.arange(first, end)[:, None, None])
+    llm.llm_engine.engine_core.engine_core.model_executor.sample = random_sample(3, range(4, 30))
+    chance = np.random.default_rng(0)
+    running: dict[str, tuple[SamplingRequest, Any, str]] = {}
+    num_left, num_preempted = 300, 0
+
+    def add(count: int) -> None:
+        lengths = chance.integers((5, 10), (20, 60), (count, 2)).tolist()
+        requests = [
+            SamplingRequest(
+                chance.integers(4, 30, length).astype(np.int32), most, 1.0, stop_token_ids=(7,)
+            )
+            for length, most in lengths
+        ]
+        names = inside.enqueue(
+            [request.prompt_ids for request in requests],
+            list(map(sampling_params, requests)),
+            [None] * count,
+            chance.integers(0, 3, count).tolist(),
+            [""] * count,
+        )
+        for request, name in zip(requests, names, strict=True):
+            scheduled = inside.scheduled(name)
+            scheduled.experts = []
+            running[inside.state(name).external_req_id] = request, scheduled, name
+
+    def check(request: SamplingRequest, scheduled: Any, flat: Any) -> None:
+        tokens, log_probs = sampled(scheduled, flat)
+        number = len(request.prompt_ids)
+        done = completion_of(tokens, log_probs, "", [], scheduled.experts, number)
+        if tokens:
+            assert done.experts is not None
+            assert done.experts.ravel().tolist() == list(range(number + len(tokens) - 1))
+
+    add(8)
+    while running:
+        for output in inside.step():
+            if output.finished:
+                request, scheduled, _ = running.pop(output.request_id)
+                num_preempted += scheduled.num_preemptions > 0
+                check(request, scheduled, output.outputs[0].logprobs)
+        if running and chance.random() < 0.02:
+            request, scheduled, name = running.pop(str(chance.choice([*running])))
+            flat = inside.state(name).logprobs_processor.logprobs
+            inside.abort(name)
+            check(request, scheduled, flat)
+        while num_left and len(running) < 10:
+            add(1)
+            num_left -= 1
+    assert num_preempted > 20

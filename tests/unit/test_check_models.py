@@ -306,6 +306,14 @@ def test_embeddings_that_are_padded_to_other_sizes_pass(here: Path, policy: int,
     assert reads_tokens("other", "policy", key="model.reference")
 
 
+def test_a_folder_without_a_tokenizer_is_told_by_key(here: Path):
+    for file in (here / "policy").glob("tokenizer*"):
+        file.unlink()
+    told = refusal(config_of("ppo"))
+    assert told.startswith("model.policy (policy): transformers finds no tokenizer there")
+    assert "Save one beside the model" in told
+
+
 def test_an_adapter_is_no_model_and_not_beside_one(here: Path):
     (here / "policy" / "adapter_config.json").write_text("{}")
     told = refusal(config_of("ppo"))

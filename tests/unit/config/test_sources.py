@@ -3,7 +3,7 @@
 import pytest
 
 from raypo.config import ConfigError, PPOConfig, SFTConfig, SourceEntry, functions_of, source_name
-from tests.unit.config.test_run_config import refused, with_keys
+from tests.unit.config.test_run_config import assert_refused, refused, with_keys
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,10 @@ def test_patterns_and_functions_of_sources_become_absolute(tmp_path):
 )
 def test_what_could_not_act_or_be_told_apart_is_refused(key, sources, named):
     assert named in refused(**{key: sources})
+
+
+def test_a_weight_is_more_than_nothing():
+    assert_refused("data.prompts.0.weight", 0, data__prompts={"path": "a", "weight": 0})
 
 
 def test_files_of_one_name_are_taken_together_where_nobody_tells_them_apart():

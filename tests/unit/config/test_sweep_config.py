@@ -6,6 +6,8 @@ import pytest
 from raypo.config import ConfigError, PPOConfig, RejectionSamplingConfig
 from raypo.config.space import Domain, flat_space
 from raypo.config.sweep_config import Constraint, SweepConfig, with_values
+from raypo.storage.run_files import RunFiles
+from raypo.tuning.sweep_folder import check_sweep_folder, recorded_config
 
 BASE = """
 name: quick
@@ -64,6 +66,11 @@ def test_an_override_on_the_command_line_reaches_a_dotted_key(base: Path, tmp_pa
     sweep = SweepConfig.load(file, ["space.ppo.kl.coef={choice: [0.1, 0.2]}", "num_samples=3"])
     assert sweep.space == {"ppo.kl.coef": Domain("choice", (0.1, 0.2))}
     assert sweep.num_trials == 3
+
+
+def test_a_key_that_went_is_refused_with_what_to_write(base: Path):
+    assert "resources: there is no such key" in (message := refused(base, resources={"cpus": 2}))
+    assert message.endswith("set max_concurrent if trials have to wait.")
 
 
 def test_nested_and_dotted_spaces_are_the_same():
@@ -239,6 +246,18 @@ def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
     assert message in refused(base, space=workers)
     adaptive = {"ppo.kl": {"controller": "adaptive", "target": 1.0, "horizon": 1000}}
     assert "Search ppo.kl.target instead" in refused(base, **pbt, overrides=adaptive)
+
+
+def test_the_folder_of_a_sweep_stands_for_its_sweep_file(base: Path, tmp_path: Path):
+    sweep = sweep_of(base, num_samples=3)
+    files = RunFiles(str(tmp_path / "runs"), "s")
+    files.write_config(recorded_config(sweep, sweep.base_config()))
+
+    again = SweepConfig.load(files.folder, ["num_samples=5"])
+
+    assert again.num_samples == 5
+    assert again.storage_path == str(tmp_path / "runs")
+    check_sweep_folder(again, again.base_config(), files)
 
 
 def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):

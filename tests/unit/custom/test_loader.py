@@ -216,3 +216,12 @@ def test_an_error_whose_text_fails_is_named_by_its_class():
 
     with pytest.raises(RewardError, match=r"raised Unspeakable: its message is not available \("):
         score(fails, ROLLOUTS)
+
+
+def test_an_answer_whose_text_fails_is_told_all_the_same():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(RewardError, match=r"returned <.*Odd object at .*> \(Odd\) as score 0"):
+        score(lambda rollouts: [Odd()] * 4, ROLLOUTS)

@@ -63,6 +63,14 @@ def test_a_bad_row_keeps_its_number(tmp_path, tokenizer):
     assert (loaded.sizes, loaded.bad.count) == ((1, 2), 3)
 
 
+def test_a_csv_line_with_too_many_fields_is_dropped(tmp_path, tokenizer):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\na\nb,c\nd\n")
+    loaded = load_prompts(section(str(path), on_error="drop"), tokenizer)
+    assert [each.text for each in loaded.prompts] == ["a", "d"]
+    assert f"{path}:3" in loaded.bad.first
+
+
 @pytest.mark.parametrize("line", ["{", '{"prompt": 3}', '{"prompt": ""}'])
 def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
     path = tmp_path / "a.jsonl"
@@ -144,6 +152,27 @@ def test_rows_to_learn_from_are_refused_or_dropped(
     note, ignored = loaded.notes("eval.prompts")
     assert note.endswith(told)
     assert ignored.startswith("ignored in eval.prompts: ")
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_response_that_the_template_refuses_is_its_rows_error(tmp_path, tokenizer, before):
+    tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}"
+        + CHAT_TEMPLATE
+    )
+    call = [ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}]
+    rows = [{"prompt": [*before, *CHAT], "response": each} for each in ("a", call, "b")]
+    path = write(tmp_path / "a.jsonl", rows)
+    told = refused(
+        load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END
+    )
+    assert told == (
+        f"data.response_key (response): the tokenizer's chat template refuses {path}:2: no calls. "
+        "Correct the messages."
+    )
+    dropping = ResponsesSection.model_validate({"prompts": path, "on_error": "drop"})
+    loaded = load_examples(dropping, tokenizer, END)
+    assert (len(loaded.items), loaded.bad.count) == (2, 1)
 
 
 def test_json_lines_in_a_json_file_are_told_their_ending(tmp_path):

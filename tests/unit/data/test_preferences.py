@@ -28,6 +28,20 @@ def text(tokenizer, ids) -> str:
     return tokenizer.decode(ids.tolist())
 
 
+def test_equal_and_empty_pairs_are_skipped_and_counted(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+        {"prompt": "q", "chosen": "a", "rejected": "a<eos>"},
+        {"prompt": "q", "chosen": "", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": ""},
+    ]
+    loaded = load_pairs(section_of(tmp_path, *rows), tokenizer, END)
+    assert (len(loaded.items), loaded.num_skipped, loaded.num_unusable) == (1, 0, 4)
+    with pytest.raises(ConfigError, match="4 rows have equal responses or an empty one"):
+        load_pairs(section_of(tmp_path, *rows[1:]), tokenizer, END)
+
+
 def test_a_row_may_bring_what_the_reference_says(tmp_path, tokenizer):
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "good": -1.5, "bad": -2}
     keys = {"ref_chosen_key": "good", "ref_rejected_key": "bad"}

@@ -34,6 +34,21 @@ def test_the_index_is_the_row_over_all_files_skipped_rows_counted(tmp_path, toke
     assert loaded.notes("eval.prompts") == [told]
 
 
+def test_a_prompt_of_just_the_limit_is_kept(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1234"}])
+    assert len(load_prompts(section(path, max_prompt_tokens=4), tokenizer).prompts) == 1
+
+
+def test_labels_keep_their_type_and_are_none_without_a_key(tmp_path, tokenizer):
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": "a", "y": {"n": [1, 2]}}, {"prompt": "b", "y": None}]
+    )
+
+    labels = [p.label for p in load_prompts(section(path, label_key="y"), tokenizer).prompts]
+    assert labels == [{"n": [1, 2]}, None]
+    assert load_prompts(section(path), tokenizer).prompts[0].label is None
+
+
 def test_csv_is_text_so_that_leading_zeros_stay(tmp_path, tokenizer):
     path = tmp_path / "a.csv"
     path.write_text('prompt,answer\n"4,\n5",007\n')

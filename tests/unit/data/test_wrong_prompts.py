@@ -1,7 +1,11 @@
 """Either way a file is looked at, it says the same of what is wrong with it."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
+from raypo.config import SourceEntry
 from raypo.data.prompts import load_prompts
 from tests.unit.data.prompt_files import ROWS, peek, refused, section, write
 
@@ -176,4 +180,46 @@ def test_a_data_set_id_needs_the_package(check, monkeypatch, name):
     assert refused(check, name) == (
         f"data.prompts ({name}): there is no such file, and a Hugging Face data set needs the "
         "package datasets. Correct the path, or pip install datasets on every node."
+    )
+
+
+@pytest.fixture
+def data_sets(monkeypatch):
+    """A package `datasets` with one data set, because the real one is not required."""
+
+    def load_dataset(path, config, split):
+        name = path
+        if name != "openai/gsm8k":
+            raise FileNotFoundError(f"Couldn't find any data file at {name}.")
+        return {"train": ROWS}[split]
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: object())
+
+
+def test_the_train_split_of_a_data_set_is_read(data_sets, tokenizer):
+    loaded = load_prompts(section("openai/gsm8k", label_key="answer"), tokenizer)
+    assert [(p.index, p.text, p.label) for p in loaded.prompts] == [
+        (0, "1+1=", "2"),
+        (1, "10+10=", "20"),
+    ]
+
+
+def test_a_data_set_that_is_not_there(data_sets, tokenizer):
+    assert refused(load_prompts, section("openai/gsm9k"), tokenizer) == (
+        "data.prompts (openai/gsm9k): there is no such file, and the train split of a Hugging Face "
+        "data set of this name cannot be loaded: Couldn't find any data file at openai/gsm9k.. "
+        "Correct the path or the name; another split or a configuration is named by "
+        "data.prompts={path: openai/gsm9k, config: NAME, split: NAME}."
+    )
+    assert peek("openai/gsm9k") is None, "the check before the start downloads nothing"
+
+
+def test_a_data_set_entry_needs_the_package(check, monkeypatch):
+    monkeypatch.setattr("raypo.data.rows.find_spec", lambda _: None)
+    assert refused(check, SourceEntry(path="openai/gsm8k", config="main")) == (
+        "data.prompts (openai/gsm8k, main, train): a Hugging Face data set needs the package "
+        "datasets. pip install datasets on every node."
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
@@ -41,6 +41,8 @@ class Scripted(ReplicaClient):
         reply = self.script.pop(0) if self.script else self.index
         if isinstance(reply, ActorDiedError):
             self.gone, reply = reply, ReplicaLost("it died")
+        if isinstance(reply, RayTaskError):
+            raise reply
         if isinstance(reply, float):
             await asyncio.sleep(reply)
         return self._value_of(reply)
@@ -83,6 +85,16 @@ def test_the_caller_has_to_push_again_if_every_replica_is_unprepared():
     handle = handle_of(Scripted(0, Unprepared("no weights")), Scripted(1, Unprepared("neither")))
     with pytest.raises(NoReplicaLeft, match=r"no weights.*push the weights again"):
         load(handle).result(5)
+
+
+def test_what_a_method_raises_is_not_repeated():
+    """Ray gives an error of a method the class of its cause, too."""
+    raised = RayTaskError(
+        "load", "it has begun no push", ReplicaLost("it has begun no push")
+    ).as_instanceof_cause()
+    replica = Scripted(0, raised, "repeated")
+    with pytest.raises(ReplicaLost, match="it has begun no push"):
+        load(handle_of(replica)).result(5)
 
 
 def test_a_deployment_without_a_replica_is_an_error():
@@ -218,11 +230,14 @@ def test_a_control_call_is_sent_once_and_says_which_replica_was_lost():
     assert received == [("wake_up", ("weights",), {}), ("sleep", (), {"before_push": True})]
 
 
-def test_a_control_call_has_a_time_limit():
+def test_a_control_call_has_a_time_limit_and_is_withdrawn(monkeypatch: pytest.MonkeyPatch):
+    withdrawn: list[Any] = []
+    monkeypatch.setattr("ray.cancel", withdrawn.append)
     late = Controlled(lambda *_: asyncio.sleep(60), request_timeout_s=0.1)
     with pytest.raises(DeploymentError, match=r"no answer in 0.1 s.*request_timeout_s"):
         late.control(Engine.resume).result(5)
     assert late.num_waiting == 0
+    assert len(withdrawn) == 1
 
 
 def scripted(handle: DeploymentHandle) -> Sequence[Scripted]:

@@ -1,5 +1,6 @@
 """Folders and storage with planted faults: full, slow, failing, blocked, late, stale."""
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -17,16 +18,16 @@ from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from raypo.config import PPOConfig
-from raypo.doctor import disk_checks, machine
+from raypo.doctor import disk_checks, machine_checks
 from raypo.doctor.disk_checks import folder, uri
-from raypo.doctor.machine import machine_checks
+from raypo.doctor.machine_checks import machine_checks as checks_of
 from raypo.doctor.result import Check, run_checks
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 def test_a_healthy_folder_is_measured_and_left_as_it_was(tmp_path: Path):
-    result = folder(tmp_path / "runs" / "deep", "Free it.")
+    result = folder(tmp_path / "runs" / "deep", "TMPDIR")
     assert result.status == "ok"
     assert result.found.startswith(f"{tmp_path}/runs/deep: ")
     assert "GB free" in result.found
@@ -35,8 +36,9 @@ def test_a_healthy_folder_is_measured_and_left_as_it_was(tmp_path: Path):
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path):
     (tmp_path / "runs").touch()
-    result = folder(tmp_path / "runs", "Free it.")
+    result = folder(tmp_path / "runs", "TMPDIR")
     assert (result.status, result.found) == ("fault", f"{tmp_path}/runs: is a file")
+    assert result.remedy == "Make it a writable folder, or set TMPDIR to another one."
 
 
 @pytest.fixture
@@ -54,11 +56,43 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(full_disk: Path):
-    result = folder(full_disk, "Free it.")
+    result = folder(full_disk, "TMPDIR")
     assert result.status == "fault"
     assert result.found == f"{full_disk}: writing a file failed (No space left on device)"
-    assert result.remedy == "Free it."
+    assert result.remedy == f"{disk_checks.FREE_SPACE} (TMPDIR)."
     assert list(full_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Remove what is not needed there"),
+        (errno.EDQUOT, "Remove what is not needed there"),
+        (errno.EACCES, "Make it a writable folder, or set TMPDIR to another one."),
+        (errno.EROFS, "Make it a writable folder, or set TMPDIR to another one."),
+    ],
+)
+def test_free_space_is_advised_only_if_a_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+):
+    def failing(folder: Path) -> Any:
+        raise OSError(number, "planted")
+
+    monkeypatch.setattr(disk_checks, "_try_files", failing)
+    result = folder(tmp_path, "TMPDIR")
+    assert (result.status, result.found) == (
+        "fault",
+        f"{tmp_path}: writing a file failed (planted)",
+    )
+    assert result.remedy.startswith(remedy)
+
+
+def test_a_file_system_that_renames_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_checks.os, "replace", lambda old, new: None)
+    result = folder(tmp_path, "TMPDIR")
+    assert result.status == "fault"
+    assert result.meaning == "Readers could see half-written files."
+    assert result.remedy == "Use another file system (TMPDIR)."
 
 
 def test_a_quota_that_ends_a_write(tmp_path: Path):
@@ -67,7 +101,7 @@ def test_a_quota_that_ends_a_write(tmp_path: Path):
         "import resource, signal, sys, pathlib; from raypo.doctor.disk_checks import folder;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-        "result = folder(pathlib.Path(sys.argv[1]), 'Free it.');"
+        "result = folder(pathlib.Path(sys.argv[1]), 'TMPDIR');"
         "print(result.status, result.found)"
     )
     done = subprocess.run(
@@ -78,8 +112,8 @@ def test_a_quota_that_ends_a_write(tmp_path: Path):
 
 def test_a_disk_without_room_for_the_checkpoints(tmp_path: Path):
     free = shutil.disk_usage(tmp_path).free
-    assert folder(tmp_path, "Free it.", needed=lambda: free // 2).status == "ok"
-    result = folder(tmp_path, "Free it.", needed=lambda: 2 * free)
+    assert folder(tmp_path, "TMPDIR", needed=lambda: free // 2).status == "ok"
+    result = folder(tmp_path, "TMPDIR", needed=lambda: 2 * free)
     assert result.status == "fault"
     assert "are needed" in result.meaning
 
@@ -89,16 +123,16 @@ def test_little_space_is_no_fault_unless_the_run_needs_more(
 ):
     usage = Usage(10**10, 10**10 - 10**8, 10**8)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert folder(tmp_path, "Free it.").status == "warning"
-    assert folder(tmp_path, "Free it.", needed=lambda: 10**9).status == "fault"
+    assert folder(tmp_path, "TMPDIR").status == "warning"
+    assert folder(tmp_path, "TMPDIR", needed=lambda: 10**9).status == "fault"
     usage = Usage(0, 0, 0)  # of some network file systems
-    result = folder(tmp_path, "Free it.", needed=lambda: 10**9)
+    result = folder(tmp_path, "TMPDIR", needed=lambda: 10**9)
     assert (result.status, "free space is unknown" in result.found) == ("ok", True)
 
 
 def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk_checks, "SLOW_S", 0.0)
-    assert folder(tmp_path, "Free it.").status == "warning"
+    assert folder(tmp_path, "TMPDIR").status == "warning"
 
 
 def test_rays_disk_above_the_share_at_which_it_stops_to_spill(monkeypatch: pytest.MonkeyPatch):
@@ -108,7 +142,7 @@ def test_rays_disk_above_the_share_at_which_it_stops_to_spill(monkeypatch: pytes
         full = Usage(1000 * 10**9, 960 * 10**9, 40 * 10**9)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
         result = disk_checks._ray_folder()
-    assert (result.status, result.found) == ("warning", f"{path}/ray: 96% of the disk are used")
+    assert (result.status, result.found) == ("warning", f"{path}/ray: 96% of the disk is used")
 
 
 def test_rays_folder_whose_sockets_would_have_too_long_a_path(
@@ -120,7 +154,7 @@ def test_rays_folder_whose_sockets_would_have_too_long_a_path(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def by_name(node: str) -> dict[str, Check]:
-        return {check.name: check for check in machine_checks(None, num_nodes=1, node=node)}
+        return {check.name: check for check in checks_of(None, num_nodes=1, node=node)}
 
     (result,) = run_checks([by_name("")["Ray"]])
     assert result.status == "fault"
@@ -132,7 +166,7 @@ def test_rays_folder_whose_sockets_would_have_too_long_a_path(
 
 def test_a_cluster_that_is_gone_is_a_fault_without_cluster_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    first, *_ = machine_checks(None, num_nodes=1)
+    first, *_ = checks_of(None, num_nodes=1)
     (result,) = run_checks([first])
     assert (result.check, result.status) == ("Ray", "fault")
     assert result.found.startswith("RAY_ADDRESS (127.0.0.1:1): nothing listens there")
@@ -141,8 +175,8 @@ def test_a_cluster_that_is_gone_is_a_fault_without_cluster_too(monkeypatch: pyte
 
 
 def test_this_machine_is_asked_by_the_checks_within_their_limits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "this_machine", None)
-    checks = {check.name: check for check in machine_checks(None, num_nodes=1)}
+    monkeypatch.setattr(machine_checks, "this_machine", None)
+    checks = {check.name: check for check in checks_of(None, num_nodes=1)}
     (result,) = run_checks([checks["shared memory"]])
     assert result.found.startswith("TypeError")
 

@@ -77,7 +77,7 @@ def test_memory_that_a_stranger_holds(smi):
     result = gpu_memory(find_gpus, lambda: (2, 70 * 10**9))
     assert (result.status, result.meaning) == (
         "fault",
-        "The run needs 70 GB of each of 2 GPUs, which are not free.",
+        "The run needs 70 GB on 2 GPUs; less is free.",
     )
     result = gpu_memory(find_gpus, lambda: (1, 70 * 10**9))  # the other GPU is free
     assert (result.status, "if Ray gives it" in result.meaning) == ("warning", True)
@@ -137,7 +137,7 @@ def test_links_are_compared_with_the_data_sheet():
     result = compare_links(Links(21.0, 330.0), gpus)
     assert result.status == "warning"
     assert result.found == (
-        "NCCL: all-reduce 21 GB/s, point to point 330 GB/s, of 450 GB/s that a H100 has"
+        "NCCL: all-reduce 21 GB/s, point to point 330 GB/s; data sheet of the H100: 450 GB/s"
     )
     assert compare_links(Links(300.0, 21.0), gpus).status == "warning"
     unknown = [GpuMemory(0, "GPU-0", "NVIDIA X1", 80 << 30, 0)]

@@ -42,9 +42,10 @@ def test_a_node_with_another_version_or_without_a_package():
 def test_a_clock_that_is_wrong():
     facts = {"10.0.0.1": GOOD, "10.0.0.2": replace(GOOD, clock_s=-4.2)}
     result = clocks(facts, at_uri=True)
-    assert (result.status, result.found) == ("warning", "clocks differ: 10.0.0.2 by -4.2 s")
+    assert (result.status, result.found) == ("warning", "clocks differ: 10.0.0.2 is 4.2 s behind")
     facts["10.0.0.2"] = replace(GOOD, clock_s=400.0)
     assert clocks(facts, at_uri=True).status == "fault"
+    assert clocks(facts, at_uri=True).found == "clocks differ: 10.0.0.2 is 400.0 s ahead"
     assert clocks(facts, at_uri=False).status == "warning"
 
 
@@ -57,7 +58,7 @@ def test_a_storage_path_that_nodes_do_not_share():
     facts = {"10.0.0.1": GOOD, "10.0.0.2": replace(GOOD, sees_mark=False)}
     result = shared_folder(facts, "/data/runs")
     assert result.status == "fault"
-    assert result.found == "10.0.0.2: a file that this machine wrote is not there"
+    assert result.found == ("10.0.0.2 cannot see a file that this machine wrote below storage_path")
 
 
 class Handle:
@@ -117,6 +118,6 @@ def test_nodes_that_differ_and_one_that_does_not_answer(
     assert results["node"].node == "10.0.0.3"
     assert "No module named 'raypo'" in results["node"].found
     assert "2.59.0 on 10.0.0.2" in results["versions"].found
-    assert "10.0.0.2 by -60.0 s" in results["clocks"].found
-    assert results["shared storage_path"].found.startswith("10.0.0.2: ")
+    assert "10.0.0.2 is 60.0 s behind" in results["clocks"].found
+    assert results["shared storage_path"].found.startswith("10.0.0.2 cannot see ")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Services that answer, refuse, are away or hang: real sockets on this machine, no internet."""
+"""Services that answer, refuse, are unreachable or hang: real local sockets, no internet."""
 
 import json
 import socket
@@ -145,8 +145,8 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch):
     )
     assert (known.status, known.found) == ("ok", f"{url}: logged in as somebody")
     assert missing.status == "fault"
-    assert missing.found == "org/missing: RepositoryNotFound; logged in as somebody"
-    assert (gated.status, gated.found.split(";")[0]) == ("fault", "org/gated: GatedRepo")
+    assert missing.found == "org/missing: not found; logged in as somebody"
+    assert (gated.status, gated.found.split(";")[0]) == ("fault", "org/gated: gated")
     assert (cached.status, "in the cache" in cached.meaning) == ("warning", True)
     assert (other.status, other.found.split(":")[0]) == ("fault", "org/missing")
     assert (wrong_but_cached.status, wrong_for_data.status) == ("warning", "fault")

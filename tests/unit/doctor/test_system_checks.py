@@ -105,6 +105,10 @@ def test_gloo_with_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatc
     result = gloo(1, "")
     assert result.status == "fault"
     assert result.found.startswith("GLOO_SOCKET_IFNAME (eth77): there is no interface eth77, only ")
+    assert result.remedy == "Unset GLOO_SOCKET_IFNAME, or set it to an existing interface."
+    assert gloo(2, "10.0.0.1").remedy == (
+        "Unset GLOO_SOCKET_IFNAME, or set it to the interface of the address 10.0.0.1."
+    )
 
 
 def test_gloo_by_the_hosts_name(monkeypatch: pytest.MonkeyPatch):

@@ -181,3 +181,20 @@ def test_every_worker_runs_as_many_microbatches():
 
     with plain_models():
         assert on_workers(3, pieces) == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
+
+
+def test_the_combinations_meet_each_other():
+    everyone = list(combinations())
+    assert {p.advantage for p in everyone} == set(ESTIMATORS)
+    assert {p.policy_loss for p in everyone} == set(LOSSES)
+    cases = [p for p in everyone if p.advantage in ESTIMATORS[:6] and p.policy_loss in LOSSES[:7]]
+    for left, right in (
+        (lambda p: p.policy_loss, lambda p: p.aggregation),
+        (lambda p: p.policy_loss, lambda p: p.correction.kind),
+        (lambda p: p.aggregation, lambda p: p.correction.kind),
+        (lambda p: p.advantage, lambda p: p.aggregation),
+        (lambda p: p.advantage, lambda p: p.policy_loss),
+    ):
+        pairs = {(left(p), right(p)) for p in cases}
+        assert pairs == set(itertools.product({x for x, _ in pairs}, {y for _, y in pairs}))
+    assert {p.correction.kind for p in cases} == set(CORRECTIONS)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from raypo.config.auto_values import least_memory
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan, tried
 from raypo.plan.times import sampled_of
 from raypo.run.served_roles import measures_memory
-from raypo.run.setup import decided_together
+from raypo.run.setup import Shared, decided_together
+from raypo.run.shared_services import of_shared
 from tests.unit.learner.plain import on_workers
 from tests.unit.plan.test_plan import LLAMA_1B, LLAMA_8B
 
@@ -211,3 +213,14 @@ def test_a_model_that_no_plan_can_read_is_taken_to_need_all_memory(values, tmp_p
     assert decided.rollout.engine.sleep is True
     assert decided.learner.max_tokens_per_microbatch == 4096
     assert len(messages) == 1
+
+
+def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
+    config = PPOConfig.parse(values)
+    handle: Any = SimpleNamespace(is_lost=lambda: False)
+    shared = Shared(config, handles={"reference": handle})
+    decided, _ = decide_for_gpus(config, 180 * GB)
+    assert isinstance(decided, PPOConfig)
+    assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
+    other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))
+    assert of_shared(shared, other, "trial", Workers()) == {}

@@ -125,6 +125,18 @@ def test_a_worker_alone_shards_nothing(keys: dict, dtype: str, workers: int, sta
     assert Sharding.of(section, dtype=dtype, num_workers=workers).stage == stage
 
 
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 0), ("bfloat16", 1)])
+@pytest.mark.parametrize(
+    "keys", [{"zero_stage": 0}, {"deepspeed": {"zero_optimization": {"stage": 0}}}]
+)
+def test_stage_0_is_deepspeeds_stage_1_in_bfloat16(dtype: str, stage: int, keys: dict):
+    section = LearnerSection.model_validate(keys)
+    config = deepspeed_config(section, dtype=dtype, num_workers=1)
+    assert config["zero_optimization"]["stage"] == stage
+    assert Sharding.of(section, dtype=dtype, num_workers=1).stage == stage
+    assert config.get("communication_data_type") == ("fp32" if stage == 1 else None)
+
+
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_saved_activations_are_what_autograd_saves(
@@ -194,6 +206,21 @@ def test_an_adapter_has_the_weights_that_peft_gives_it(tmp_path: Path, targets: 
     model = add_adapter(load_causal_lm(str(tmp_path), dtype="float32"), section)
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_weights(section, shape) == learning
+
+
+def test_a_run_with_muon_holds_one_moment_of_the_linear_layers(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path))
+    values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
+    values |= {"model": {"policy": folder, "dtype": "float32"}}
+
+    def optimizer(name: str) -> int:
+        run = PPOConfig.parse(values | {"learner": {"optimizer": name}})
+        held = roles_of(run, Models.read(run), Sharding(2), "cpu", None)[0].memory.held
+        return held["policy optimizer"]
+
+    modules = load_causal_lm(folder, dtype="float32").base_model.modules()
+    linear = sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    assert optimizer("adamw") - optimizer("muon") == 4 * linear
 
 
 def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Path):

@@ -215,6 +215,40 @@ def test_who_does_not_work_makes_room_on_the_gpu_and_lies_in_ram(values: dict, t
     assert turns.loads[-1].needed - beside.loads[-1].needed >= 8 * 2 * weights
 
 
+def test_pushed_weights_lie_in_the_object_store_only_where_they_go_through_it(values: dict):
+    through, around = [
+        plan(values | {"rollout": {**values["rollout"], "engine": {"transport": kind}}}, "8xGPU80G")
+        for kind in ("object", "ipc")
+    ]
+    weights = 2 * 1_235_814_400
+    assert through.loads[-1].needed - around.loads[-1].needed == weights
+
+
+def test_engines_apart_that_share_a_gpu_get_their_weights_through_the_object_store(values: dict):
+    values["placement"] = {"mode": {"engine": "dedicated"}, "gpus": {"engine": 0.5}}
+    engine = {"count": 2, "gpu_memory_fraction": 0.4}
+    by_auto, by_object = [
+        plan(values | {"rollout": {**values["rollout"], "engine": engine | more}}, "16xGPU80G")
+        for more in ({}, {"transport": "object"})
+    ]
+    assert by_auto.loads[-1].needed == by_object.loads[-1].needed
+
+
+def test_the_keys_that_a_plan_names_make_it_fit(values: dict):
+    values["learner"]["max_tokens_per_microbatch"] = 65_536
+    values["ppo"] = {"minibatch_size": 512}
+    made = plan(values, "8xGPU80G")
+    (problem,) = made.problems
+    remedy = "learner.max_tokens_per_microbatch to "
+    assert remedy in problem
+    tokens = int(problem.split(remedy)[1].split(",")[0].split(".")[0])
+    values["learner"]["max_tokens_per_microbatch"] = tokens
+    assert plan(values, "8xGPU80G").fits
+    values["learner"]["max_tokens_per_microbatch"] = 2 * tokens
+    assert not plan(values, "8xGPU80G").fits, "it is the mildest of the halves"
+    assert problem.count(remedy) == 1
+
+
 def test_an_engine_without_room_for_one_sequence_is_refused(values: dict):
     values["rollout"]["engine"] = {"kv_cache_gb": 0.01}
     (problem,) = plan(values, "8xGPU80G").problems
@@ -306,6 +340,13 @@ def test_on_cpu_each_of_its_processes_is_counted(values: dict):
         assert needed[mode, 2] - needed[mode, 1] == (2 * worker + asks - alone + cache + sampling)
 
 
+def test_one_sequence_is_cut_over_the_devices_of_an_engine(values: dict):
+    values["rollout"]["engine"] = {"kv_cache_gb": 0.05}
+    assert not plan(values, "8xGPU80G").fits
+    values["rollout"]["engine"]["tensor_parallel"] = 8
+    assert plan(values, "8xGPU80G").fits
+
+
 def test_workers_that_share_a_replica_and_lie_apart_are_found(values: dict):
     """Six workers on nodes of three GPUs: the second engine would lie on both."""
     values["learner"]["num_workers"] = 6
@@ -364,6 +405,13 @@ def test_the_table_of_choices_has_this_run_whatever_it_chose(values: dict):
         (line,) = [line for line in console.export_text().splitlines() if "<- this run" in line]
         assert line.strip().startswith("1 + optimizer off-loaded ")
         assert f" {verdict} <- this run" in line
+
+
+def test_the_length_of_an_episode_is_told_by_its_own_key(values: dict):
+    episodes = {"environment": "env.py:Env", "max_turns": 4, "max_episode_tokens": 2048}
+    values["rollout"] |= {**episodes, "engine": {"kv_cache_gb": 0.01}}
+    (problem,) = plan(values, "8xGPU80G").problems
+    assert "3072 tokens (data.max_prompt_tokens + rollout.max_episode_tokens) takes" in problem
 
 
 def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):

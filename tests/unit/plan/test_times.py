@@ -15,6 +15,7 @@ from raypo.plan.times import (
     OPTIMIZER_BYTES,
     PhaseTime,
     Rates,
+    StepTime,
     faster,
     step_time,
     updates_note,
@@ -215,6 +216,13 @@ def test_nodes_share_what_the_slowest_link_carries(folder: Path):
     assert slow.link == pytest.approx(0.7 * 12.5e9 / 4)
     assert Rates.of(plan(folder, "8xGPU80G")) is None, "their kind is not said"
     assert Rates.of(plan(folder, "8xCPU")) is None
+
+
+def test_what_is_sampled_ahead_hides_behind_the_update():
+    parts = [PhaseTime(name, {"arithmetic": s}) for name, s in (("generate", 3.0), ("score", 1.0))]
+    parts.append(PhaseTime("update", {"arithmetic": 5.0}))
+    assert StepTime(parts, 8, is_ahead=False).seconds == 9.0
+    assert StepTime(parts, 8, is_ahead=True).seconds == 5.0
 
 
 def test_a_key_is_told_only_where_the_run_then_fits_and_is_faster(folder: Path):

@@ -1,5 +1,5 @@
 from raypo.report.charts import line_chart, scatter_chart, spans_decades
-from raypo.report.page import Page, Table
+from raypo.report.page import COLOURS, Page, Table
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
 
@@ -15,6 +15,12 @@ def test_what_is_missing_or_not_finite_is_no_point():
     a, b = chart.figure["data"]
     assert (a["x"], a["y"]) == ([1, 2], [1.0, 2.0])
     assert (b["x"], b["name"]) == ([1], "the other")
+
+
+def test_a_run_keeps_its_colour_when_another_lacks_the_figure():
+    chart = line_chart("x", {"without": [{"step": 1}], "with": ROWS}, "a")
+    assert chart is not None
+    assert [trace["line"]["color"] for trace in chart.figure["data"]] == [COLOURS[1]]
 
 
 def test_values_over_decades_have_a_logarithmic_axis():

@@ -213,9 +213,22 @@ def test_several_runs_share_their_axes(run: Path, tmp_path: Path):
     assert "<td>name</td><td>recorded</td><td>other</td>" in html
 
 
+def test_warnings_stand_on_the_page_with_their_remedy(tmp_path: Path):
+    changes: dict[str, Any] = {"ppo/clip_fraction": 0.5}
+    html = page_text(write_run(tmp_path, **changes))
+    assert "50% of the tokens are clipped" in html
+    assert "Lower learner.policy_lr" in html
+
+
 def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"RUN \(.*\): there is no run.*<storage_path>/<name>"):
         load_run(str(tmp_path / "nothing"))
+
+
+def test_a_card_of_seconds_shows_the_median_of_the_newest_steps():
+    rows = [{"step": n, "time/step_s": 2.0} for n in range(1, 30)]
+    tiles = _tiles([*rows, {"step": 30, "time/step_s": 90.0}])
+    assert ("2", "median of 10 steps") in [tile[1:] for tile in tiles]
 
 
 def test_cards_show_three_digits_shares_in_percent_and_the_step_of_the_earlier_value(run: Path):
@@ -234,3 +247,7 @@ def test_cards_show_three_digits_shares_in_percent_and_the_step_of_the_earlier_v
 def test_a_share_on_a_card(share: float, shown: str):
     rows = [{"step": 2, "ppo/clip_fraction": share}]
     assert _tiles(rows) == [("clipped tokens", shown, f"was {shown} at step 2")]
+
+
+def test_a_card_of_cut_off_responses_only_if_there_are_some():
+    assert _tiles([{"step": 1, "rollout/truncated_fraction": 0.0}]) == []

@@ -13,10 +13,7 @@ from raypo.rewards.scoring import RewardError, score
 from tests.unit.rewards.test_scoring import rollout
 
 SOURCE = """
-calls = []
-
 def ones(rollouts):
-    calls.append([each.sample_index for each in rollouts])
     return [1.0] * len(rollouts)
 
 async def twos(rollouts):

@@ -1,6 +1,7 @@
 """A language model as judge, behind servers that answer, misbehave, and fall silent."""
 
 import math
+import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,6 +16,7 @@ from raypo.rewards.judge import DeployedJudge, Judge
 from raypo.rewards.judge_servers import JudgeServers
 from raypo.rewards.remote import JsonServers
 from raypo.rewards.scoring import FailedScore, RewardError, parts_of, score, texts_of
+from raypo.rewards.wire import from_answer, to_answer
 from raypo.rollout.batch_scoring import Scorer, Scoring, source_weights
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.storage.rollout_table import rollout_table
@@ -88,6 +90,14 @@ def test_a_grade_is_a_score_and_the_answer_of_the_judge_is_kept():
     assert request["temperature"] == 0.0
 
 
+def test_a_score_keeps_its_texts_between_workers_and_over_http():
+    (found,), _ = graded(lambda *_: said("5"), "four")
+    again = pickle.loads(pickle.dumps(found))
+    assert (again, parts_of(again), texts_of(again)) == (found, parts_of(found), texts_of(found))
+    (served,) = from_answer(to_answer([found]), 1)
+    assert served == {"score": 1.0, "judge": "5", **parts_of(found)}
+
+
 @pytest.mark.parametrize(
     ("text", "grade"),
     [
@@ -101,8 +111,10 @@ def test_a_grade_is_a_score_and_the_answer_of_the_judge_is_kept():
         ("2.5", 0.375),
         ("6", None),
         ("-3", None),
+        ("40%", None),
         ("", None),
         ("very friendly", None),
+        ("g4", None),
     ],
 )
 def test_the_last_number_in_range_is_the_grade(text, grade):

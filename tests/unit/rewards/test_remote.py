@@ -218,6 +218,11 @@ def test_a_server_says_in_seconds_or_with_a_date_when_to_come_again():
     assert _seconds("soon") == _seconds(None) == 0.0
 
 
+def test_a_server_that_hangs_up_is_asked_again():
+    with scripted(lambda body, number: (0, {}) if number < 3 else (200, numbers(body))) as (url, _):
+        assert scores_of(client(url)) == EXPECTED
+
+
 def test_the_error_of_a_server_that_stays_broken_is_the_reason():
     def function(rollouts: list[Rollout]) -> list[float]:
         raise KeyError("no such label")
@@ -270,6 +275,11 @@ def test_a_small_answer_that_decompresses_to_a_large_one_is_not_held():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 400_000  # kB
 
 
+def test_the_reason_of_a_failure_may_be_nested_too_deeply():
+    with scripted(lambda body, number: (400, b"[" * 10**5)) as (url, _):
+        assert "status 400: [[[" in reason_of(client(url, batch_size=100))
+
+
 def test_a_slow_server_times_out_and_the_other_one_answers():
     release = threading.Event()
 
@@ -282,6 +292,18 @@ def test_a_slow_server_times_out_and_the_other_one_answers():
         assert scores_of(client(stuck, good, timeout_s=0.5)) == EXPECTED
         assert time.monotonic() - started < 8
         release.set()
+
+
+def test_requests_go_to_all_servers():
+    counts = []
+    with (
+        scripted(lambda body, number: (200, numbers(body))) as (one, first),
+        scripted(lambda body, number: (200, numbers(body))) as (two, second),
+    ):
+        assert scores_of(client(one, two, batch_size=1)) == EXPECTED
+        counts = [len(first), len(second)]
+    assert sum(counts) == 10
+    assert min(counts) >= 1  # how many each gets is up to the clock
 
 
 def test_no_more_requests_are_under_way_than_allowed():
@@ -383,6 +405,16 @@ def test_requests_whose_bodies_are_still_coming_count_as_waiting():
             assert time.monotonic() < deadline
         release.set()
         first.join()
+
+
+def test_prompt_and_response_are_enough_for_a_request():
+    (made,) = from_request(b'{"samples": [{"prompt": "2+2=", "response": "4"}]}')
+    assert (made.prompt, made.response, made.label, made.finish_reason) == (
+        "2+2=",
+        "4",
+        None,
+        "stop",
+    )
 
 
 class Judge:

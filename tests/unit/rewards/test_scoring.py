@@ -71,6 +71,10 @@ def test_the_function_is_called_once_with_all_rollouts_as_a_list():
     assert calls == [ROLLOUTS]
 
 
+def test_no_rollouts_no_call():
+    assert score(answering("not called"), []) == []
+
+
 def test_numbers_of_every_kind_become_floats():
     import torch
 
@@ -221,6 +225,12 @@ def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
     (found,) = score(answering([{"score": ValueError("no"), "a": 1, "why": "x"}]), [rollout()])
     assert isinstance(found, FailedScore)
     assert (found.reason, parts_of(found), texts_of(found)) == ("no", {"a": 1.0}, {"why": "x"})
+
+
+def test_a_failed_score_keeps_its_reason_between_processes():
+    failed = pickle.loads(pickle.dumps(FailedScore("why")))
+    assert np.isnan(failed)
+    assert failed.reason == "why"
 
 
 def test_a_sum_keeps_parts_and_texts_and_fails_where_no_function_gave_a_score():

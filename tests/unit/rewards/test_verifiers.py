@@ -4,6 +4,7 @@
 import math
 import sys
 import time
+from datetime import date
 from decimal import Decimal
 
 import numpy as np
@@ -110,7 +111,6 @@ def test_the_answer_is_a_number_and_no_part_of_a_formula(label, response, score)
         ("12", "it is 12.", 1.0),
         ("12", "112", 0.0),
         ("12", "12.5", 0.0),
-        ("5", "-5", 0.0),
         ("2", "1/2", 0.0),
         ("-5", "it is −5.", 1.0),
         ("42", "答案是42。", 1.0),
@@ -146,6 +146,10 @@ def test_a_label_that_cannot_be_read_is_an_error_that_names_the_row(judge, label
 @pytest.mark.parametrize("label", [24, 24.0, np.int64(24), np.float32(24), Decimal("24.0"), "24"])
 def test_numbers_of_any_type_are_labels(label):
     assert number_answer([rollout("it is 24", label)]) == [1.0]
+
+
+def test_dates_are_labels():
+    assert exact_match([rollout("2026-11-26", date(2026, 11, 26))]) == [1.0]
 
 
 def test_a_wrong_answer_in_form_gets_a_tenth():
@@ -219,6 +223,7 @@ def test_thinking_may_begin_in_the_prompt(response, score):
         ("1e-7", r"\boxed{2e-7}", 0.0),
         ("1000000", r"\boxed{1000000.5}", 0.0),
         (r"\frac13", r"\boxed{0.333333}", 1.0),
+        (r"\frac13", r"\boxed{0.3333}", 0.0),
         ("5", r"\boxed{10^{10^{10}}}", 0.0),  # not written out
         (r"\frac12+\frac14", r"\boxed{0.75}", 1.0),
         (r"\frac12+\frac14", r"\boxed{0.7500001}", 0.0),
@@ -287,3 +292,9 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch, package, fu
     monkeypatch.delitem(sys.modules, function.partition(":")[0], raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'raypo\[math\]' on every node"):
         load_function(function)
+
+
+def test_prompts_from_reasoning_gym_need_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"data\.prompts .*pip install 'raypo\[math\]'"):
+        list(read_rows("reasoning_gym://chain_sum", key="data.prompts"))

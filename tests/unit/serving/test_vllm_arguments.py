@@ -16,6 +16,7 @@ from raypo.serving.vllm_arguments import (
     check_extra,
     check_head_dtype,
     check_router_replay,
+    check_speculation,
     engine_argument_names,
     with_head_dtype,
 )
@@ -117,6 +118,19 @@ def test_a_replay_of_experts_is_refused_where_vllm_does_not_report_them(tmp_path
         check_router_replay("engine")
     (routers / "cpu_router.py").touch()
     check_router_replay("engine")
+
+
+def test_drafts_are_refused_where_vllm_would_keep_those_behind_a_stop_string(tmp_path, monkeypatch):
+    source = tmp_path / "v1" / "engine" / "output_processor.py"
+    source.parent.mkdir(parents=True)
+    installed = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda name: installed)
+    source.write_text("class OutputProcessor: ...")
+    check_speculation("none")
+    with pytest.raises(ConfigError, match=r"speculation.kind \(ngram\): the installed vLLM"):
+        check_speculation("ngram")
+    source.write_text("self._trim_surplus_tokens(output)")
+    check_speculation("ngram")
 
 
 def test_a_head_in_float32_is_refused_where_vllm_would_ignore_it(tmp_path, monkeypatch):

@@ -144,6 +144,46 @@ def test_only_the_columns_that_are_wanted_are_read(storage):
     assert files.rollouts(1, columns=("score", "group_index")) == [{"score": 1.0, "group_index": 2}]
 
 
+def test_rollouts_have_the_columns_and_types_of_the_design(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+
+    files.write_rollouts(12, rollout_table([row()]))
+    files.sync()
+
+    path = folder / "rollouts" / "step_00012.parquet"
+    assert {f.name: str(f.type).replace(f" ('{f.name}')", "") for f in pq.read_schema(path)} == {
+        "prompt": "string",
+        "response": "string",
+        "label": "string",
+        "data_source": "string",
+        "row": "map<string, string>",
+        "prompt_ids": "list<element: int32>",
+        "response_ids": "list<element: int32>",
+        "log_probs": "list<element: float>",
+        "ref_log_probs": "list<element: float>",
+        "score": "double",
+        "scores_by_source": "map<string, double>",
+        "reward_texts": "map<string, string>",
+        "response_mask": "list<element: bool>",
+        "turn_rewards": "list<element: float>",
+        "turn_index": "list<element: int32>",
+        "episode": "struct<score: double, num_turns: int64, environment_s: double, error: string, "
+        "metrics: map<string, double ('metrics')>, tool_uses: list<element: struct<name: string, "
+        "seconds: double, error: string, turn: int64>>>",
+        "advantages": "list<element: float>",
+        "advantage_mean": "double",
+        "kl": "double",
+        "finish_reason": "string",
+        "weight_version": "int64",
+        "weight_versions": "list<element: int64>",
+        "prompt_index": "int64",
+        "sample_index": "int64",
+        "group_index": "int64",
+        "row_index": "int64",
+    }
+
+
 def test_what_a_rollout_does_not_have_is_null_and_labels_that_are_no_text_are_json(tmp_path):
     files = RunFiles(str(tmp_path), "r")
     bare = {k: v for k, v in row().items() if k not in ("ref_log_probs", "kl", "label")}

@@ -1,6 +1,7 @@
 """`raypo status`: what it says of runs in every state, from their files alone."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,11 @@ def test_a_long_name_wraps_so_that_all_of_it_is_there():
     assert all(len(line) <= 80 for line in lines)
     assert "".join(line.split()[0] for line in lines[1:-1]) == long
     assert "rejection_sampling" in lines[1]
+
+
+def test_an_old_lock_file_is_no_running_process(tmp_path: Path):
+    files = run_of(tmp_path, status="finished")
+    with files.lock():
+        pass
+    os.utime(files.folder / "metrics.jsonl", (0.0, 0.0))
+    assert status_of(files, later_s=1.0).status == "finished"

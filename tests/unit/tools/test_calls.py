@@ -71,6 +71,7 @@ async def add(a: int, b: int = 0) -> str:
         ('<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
         ('{"name": "add", "arguments": "{\\"a\\": 1}"}', [ToolCall("add", {"a": 1})]),
         ('{"answer": 4}', []),
+        ('{"name": "Ann", "age": 3}', []),
         ("[f(x={{}})]", []),
         ("[" * 10**5, []),
         (f"<tool_call>[{ADD}, {ADD}]</tool_call>", [CALL, CALL]),

@@ -1,9 +1,10 @@
 import io
+import math
 import re
 
 import pytest
 
-from raypo.tracking.console import Console, step_line
+from raypo.tracking.console import Console, curve_line, step_line
 from tests.recorded_run import metrics
 
 METRICS = {
@@ -39,6 +40,11 @@ def run(stream, **options):
     console.message("saved [bold]policy[/bold]")
     console.close("finished", 83.0)
     return stream.getvalue()
+
+
+def test_staleness_is_shown_where_there_is_some():
+    assert step_line(1, 1, {"rollout/staleness_mean": 0.0}) == "step 1/1"
+    assert step_line(1, 1, {"rollout/staleness_mean": 1.25}) == "step 1/1  staleness 1.2"
 
 
 def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_first_step():
@@ -147,8 +153,34 @@ def test_a_resumed_run_ends_with_what_it_gained_since_its_own_first_step():
     assert f"finished after 8 steps (held-out score {first:+.3f} -> " in resumed()
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"eval/score_mean": 0.5, "rollout/score_mean": 0.2}, "held-out score +0.100 -> +0.500"),
+        ({"train/loss": 1.0}, "loss +1.000 -> +1.000"),
+    ],
+)
+def test_the_last_line_prefers_what_was_measured_on_held_out_prompts(row: dict, said: str):
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 1, None, "runs/r")
+    console.step({"step": 1, "eval/initial_score_mean": 0.1, **row})
+    console.close("interrupted")
+    assert f"raypo: interrupted after 1 step ({said}), files in runs/r\n" in stream.getvalue()
+
+
 def test_a_resumed_run_does_not_repeat_the_warnings_of_its_first_command():
     assert "warning: " not in resumed(**{"ppo/clip_fraction": 0.5})
+
+
+def test_a_run_that_loses_its_worker_is_judged_by_each_step_once():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 8, None, "runs/r")
+    for step in (1, 2, 3):
+        console.step({"step": step, "rollout/score_mean": 0.9})
+    console.resume(2)  # Ray Train began again, from the checkpoint of step 1
+    assert [row["step"] for row in console._rows] == [1]
 
 
 def test_other_recipes_have_their_own_metrics():
@@ -160,6 +192,18 @@ def test_other_recipes_have_their_own_metrics():
     console.step({"step": 2, **row})
     console.close("finished")
     assert "nan" not in stream.getvalue()
+
+
+def test_a_curve_of_blocks():
+    assert curve_line([0.0, math.nan, 0.5, 1.0]) == "▁ ▅█"
+    assert curve_line([1.0]) == ""
+    assert curve_line([1.0, 1.0]) == "▁▁"
+
+
+def test_a_new_run_resumes_nothing_and_has_no_dashboard_line_without_one():
+    stream = io.StringIO()
+    Console(stream).start("r", 1, None, "runs/r")
+    assert stream.getvalue() == "raypo: r, 1 step, files in runs/r\n"
 
 
 def test_the_token_is_shown_in_a_terminal_and_kept_out_of_what_is_logged():

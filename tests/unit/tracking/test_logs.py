@@ -1,4 +1,5 @@
 import logging
+import subprocess
 import sys
 import sysconfig
 import warnings
@@ -71,6 +72,25 @@ def test_another_path_moves_the_log(tmp_path):
 
     assert (tmp_path / "a.log").read_text() == ""
     assert (tmp_path / "b.log").read_text().count("here") == 1
+
+
+def test_it_works_in_a_process_of_its_own(tmp_path):
+    code = (
+        "import logging, sys, warnings\n"
+        "from raypo.tracking.logs import CONSOLE_KEY, log_to_file\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "log_to_file(sys.argv[1])\n"
+        "logging.getLogger('x').error('broken')\n"
+        "warnings.warn('odd')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "w.log")], capture_output=True, text=True
+    )
+    text = (tmp_path / "w.log").read_text()
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "ERROR x: broken" in text
+    assert "UserWarning: odd" in text
 
 
 def test_the_first_line_that_a_function_prints_is_told_with_the_place_of_all(tmp_path):

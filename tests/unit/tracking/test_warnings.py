@@ -62,6 +62,13 @@ def test_a_phase_of_half_a_second_is_no_burden_whatever_its_share():
     assert [finding.rule for finding in findings(rows(12, **slow))] == ["one_phase"]
 
 
+def test_updates_that_were_skipped_are_told_in_every_recipe():
+    skipped = {"train/loss": 1.0, "train/skipped_updates": 1.0}
+    (finding,) = findings([{"step": 1, **skipped}])
+    assert finding.text.startswith("1 update was skipped")
+    assert "learner.lr" in finding.remedy
+
+
 def test_a_remedy_is_not_what_the_config_has_already():
     config = {"ppo": {"advantage": "grpo", "correction": {"kind": "tis"}}}
     config["ppo"] |= {"kl": {"controller": "adaptive"}, "filter": {"enabled": True}}
@@ -111,6 +118,14 @@ def test_a_policy_dies_by_the_spread_of_its_scores_on_any_scale():
     assert of_rewards([-2.0, -3.0, -3.5, -3.0, -3.5]) == []
 
 
+def test_a_fine_tuning_whose_answers_become_wrong_is_told_its_own_key():
+    (finding,) = findings(
+        [{"step": 1, "train/loss": 1.0, "eval/initial_score_mean": 0.5, "eval/score_mean": 0.0}]
+    )
+    assert finding.rule == "policy_dies"
+    assert "learner.lr" in finding.remedy
+
+
 def test_a_held_out_score_that_only_trembles_is_no_fall():
     """A tenth of the scores' spread, at a gain of as much: 256 answers differ so by chance."""
     trembling = [0.30, 0.34, 0.30, 0.29, 0.31, 0.29]
@@ -128,6 +143,15 @@ def test_the_spread_of_another_judge_does_not_hide_a_fall():
         if "eval/score_mean" in row and row["step"] > 8:
             row["eval/score_mean"] = 0.3
     assert [finding.rule for finding in findings(gamed)] == ["held_out_falls"]
+
+
+def test_scores_below_zero_can_be_at_their_best_too():
+    falling = rows(20)
+    for row in falling:
+        row["rollout/score_mean"] -= 2.0
+        if "eval/score_mean" in row and row["step"] > 8:
+            row["eval/score_mean"] = 0.3
+    assert [finding.rule for finding in findings(falling)] == ["held_out_falls"]
 
 
 def test_a_warning_has_the_step_when_it_was_first_so():

@@ -89,6 +89,16 @@ def test_on_gpus_models_are_shared_where_no_trial_pays_for_it():
         plan_of({"CPU": 64.0, "GPU": 1.0}, use_gpu=True, share=["reward", "reference"])
 
 
+def test_models_are_shared_where_all_trials_fit_beside_them():
+    """Four trials leave four of eight GPUs: a bundle for the models costs none of them."""
+    sweep = sweep_of(num_samples=4)
+    plan = plan_sweep(sweep, base_of(), [{"CPU": 64.0, "GPU": 8.0}], use_gpu=True)
+    assert plan.sharing.models == ("reference", "reward_0")
+    assert plan.num_slots == 4
+    few = sweep_of(num_samples=99, max_concurrent=7)
+    assert plan_sweep(few, base_of(), [{"CPU": 64.0, "GPU": 8.0}], use_gpu=True).sharing.models
+
+
 def test_what_the_space_changes_is_each_trials_own():
     def shared(key: str, *values: Any, **changes: Any) -> Sharing:
         return sharing_of(sweep_of({key: {"choice": list(values)}}, **changes), base_of())

@@ -58,3 +58,8 @@ def test_a_trial_that_breaks_a_constraint_is_called_infeasible(kl: float):
     done.metrics[KL] = kl
     table = table_of([done], Goal((SCORE,), (1.0,), (Constraint(KL, "<=", 10.0),)))
     assert ("infeasible" in table[1]) == (kl > 10)
+
+
+def test_keys_of_the_same_name_keep_their_section():
+    both = record(0, 0.7, 25, "finished", rollout__temperature=0.7, eval__temperature=0.0)
+    assert "rollout.temperature" in table_of([both])[0]

@@ -16,6 +16,11 @@ def test_equal_manifests_have_no_differences() -> None:
     assert Manifest.of(3, [NORM, HEAD]).differences(Manifest.of(3, [HEAD, NORM])) == []
 
 
+def test_a_tensor_that_was_sent_twice_is_refused() -> None:
+    with pytest.raises(WeightError, match=r"these occur twice: norm\.weight"):
+        Manifest.of(3, [NORM, HEAD, NORM])
+
+
 def test_every_difference_is_told() -> None:
     sent = Manifest.of(3, [NORM, HEAD])
     received = Manifest.of(
