@@ -151,6 +151,15 @@ def test_without_gpus_no_process_is_started(smi, monkeypatch: pytest.MonkeyPatch
     assert [result.status for result in results] == ["skipped"] * 4
 
 
+def test_an_error_of_a_tensors_handle_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
+    def refuse(tensor: object) -> bytes:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(gpu_checks.ForkingPickler, "dumps", refuse)
+    with pytest.raises(RuntimeError, match="operation not supported"):
+        gpu_checks.pass_tensor("cpu")
+
+
 def config_of(tmp_path: Path, **sections: Any) -> PPOConfig:
     values = {
         "name": "run",
