@@ -273,10 +273,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(finished_message(self._files, self.config, fresh="fresh=True"))
                 return self._with_every_step(Result.from_path(self._files.location))
             with self._without_leftovers():
-                check_disk(self.config)
                 if self._fresh:  # another trainer of this run may have removed what was given
                     self.config = self._with_given(self.config)
                 config: Any = self.config
+                check_disk(config)
                 check_models(config)
             if self._given.report:
                 Console().message("\n".join(self._given.report))
