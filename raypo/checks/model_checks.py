@@ -20,6 +20,8 @@ from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import (
     REPLAYED,
     ROUTED,
+    cached_folder,
+    looks_like_hub_id,
     max_positions,
     refuse_quantized,
     rotation_limit,
@@ -51,24 +53,13 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
             refuse_quantized(values, path, key)
         stored_files(folder, key)
         return
-    looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-    if not looks_like_hub_id or (offline and not is_cached(path)):
+    if not looks_like_hub_id(path) or (offline and cached_folder(path) is None):
         why = "and HF_HUB_OFFLINE is set" if offline else "and it is not a hub id"
         raise ConfigError(
             f"{key} ({path}): there is no such folder, {why}. Give a folder written by "
             f"save_pretrained, or a hub id like organisation/model."
         )
-
-
-def is_cached(model: str) -> bool:
-    """Return whether a model of the hub is in the local cache, by its config.json."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except ValueError:  # it is no hub id
-        return False
 
 
 def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:

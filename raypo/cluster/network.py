@@ -12,8 +12,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an address, or None if there is none."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces if address in (a.address for a in found)), None)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(own.address == address for own in addresses):
+            return name
+    return None
 
 
 def is_loopback(host: str) -> bool:

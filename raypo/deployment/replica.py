@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """What a caller knows of a replica that is not gone for good."""
+    """State of a replica that is not gone for good, as a caller knows it."""
 
     STARTING = "starting"
     """It has not replied yet. It may take `start_timeout_s` to reply to a health check."""

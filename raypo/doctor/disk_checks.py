@@ -113,18 +113,18 @@ def folder(
             f"Use another file system ({setting}).",
         )
     speed = f"{TRIAL_BYTES / 1e6 / write_s:.3g} MB/s with fsync"
-    found = f"{path}: {usage.free / GB:.3g} GB free, {speed}"
+    observed = f"{path}: {usage.free / GB:.3g} GB free, {speed}"
     needed_bytes = needed()
     if not usage.total:  # some network file systems report that they have 0 bytes
-        found = f"{path}: {speed}; its free space is unknown"
+        observed = f"{path}: {speed}; its free space is unknown"
     elif usage.free < needed_bytes:
         meaning = f"About {needed_bytes / GB:.2g} GB are needed; the run would fill the disk."
-        return fault(found, meaning, free_space)
+        return fault(observed, meaning, free_space)
     elif usage.free < LEAST_FREE_BYTES:
-        return warning(found, "A run's logs and checkpoints may fill the disk.", free_space)
+        return warning(observed, "A run's logs and checkpoints may fill the disk.", free_space)
     if write_s > SLOW_S:
-        return warning(found, "Checkpoints and logs are slow to write.", "Use a faster disk.")
-    return ok(found)
+        return warning(observed, "Checkpoints and logs are slow to write.", "Use a faster disk.")
+    return ok(observed)
 
 
 def _try_files(folder: Path) -> tuple[float, str]:
@@ -184,8 +184,8 @@ def uri(location: str) -> Result:
     if problem:
         late = "Resuming might not find the last checkpoint."
         return fault(f"{location}: {problem}", late, "Use strongly consistent storage, like S3.")
-    found = f"{location}: {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s"
+    observed = f"{location}: {TRIAL_BYTES / 1e6 / write_s:.3g} MB/s"
     if write_s > SLOW_S:
         slow = "Every step that uploads metrics or a checkpoint waits for it."
-        return warning(found, slow, "Use storage in the same region, or a local storage_path.")
-    return ok(found)
+        return warning(observed, slow, "Use storage in the same region, or a local storage_path.")
+    return ok(observed)

@@ -88,7 +88,7 @@ def find_gpus() -> list[GpuMemory]:
     return gpus
 
 
-class FoundGpus:
+class LocalGpus:
     """The GPUs of this machine, which the first check that asks for them finds for all."""
 
     def __init__(self) -> None:
@@ -132,38 +132,38 @@ def gpu_checks(config: AnyConfig | None) -> list[Check]:
     use_gpu = "auto" if config is None else config.learner.use_gpu
     if use_gpu is False:
         return [Check("GPUs", lambda: skipped("learner.use_gpu is false"))]
-    found = FoundGpus()
+    local_gpus = LocalGpus()
     dtype = config.with_dtype(use_gpu=True).model.dtype if config else "float32"
     limit_s = PROCESS_LIMIT_S + 5.0  # the subprocess hits its own, shorter limit first
     return [
-        Check("GPU driver", partial(_driver, found, use_gpu, dtype), limit_s),
-        Check("GPU memory", partial(gpu_memory, found, partial(needed_gpus, config)), limit_s),
-        Check("CUDA IPC", partial(_ipc, found, config), limit_s),
-        Check("NCCL", partial(_nccl, found, config), limit_s),
+        Check("GPU driver", partial(_driver, local_gpus, use_gpu, dtype), limit_s),
+        Check("GPU memory", partial(gpu_memory, local_gpus, partial(needed_gpus, config)), limit_s),
+        Check("CUDA IPC", partial(_ipc, local_gpus, config), limit_s),
+        Check("NCCL", partial(_nccl, local_gpus, config), limit_s),
     ]
 
 
-def _driver(found: FoundGpus, use_gpu: bool | str, dtype: str) -> Result:
-    if found.error is not None:
-        result = refused(found.error)
+def _driver(local_gpus: LocalGpus, use_gpu: bool | str, dtype: str) -> Result:
+    if local_gpus.error is not None:
+        result = refused(local_gpus.error)
         if use_gpu is True:
             return result
         return replace(result, status="warning", meaning="The run would use CPUs alone.")
-    return _with_gpus(found, 1, driver, use_gpu, dtype)
+    return _with_gpus(local_gpus, 1, driver, use_gpu, dtype)
 
 
-def _ipc(found: FoundGpus, config: AnyConfig | None) -> Result:
+def _ipc(local_gpus: LocalGpus, config: AnyConfig | None) -> Result:
     if config is not None and transport_of(config) != "ipc":
         return skipped("the run pushes no weights by CUDA IPC")
-    return _with_gpus(found, 1, ipc)
+    return _with_gpus(local_gpus, 1, ipc)
 
 
-def _nccl(found: FoundGpus, config: AnyConfig | None) -> Result:
+def _nccl(local_gpus: LocalGpus, config: AnyConfig | None) -> Result:
     if config is not None and transport_of(config) != "nccl":
         roles = served_roles(config, num_workers=config.learner.num_workers, use_gpu=True)
         if max(config.learner.total_workers, *(role.num_devices for role in roles), 1) == 1:
             return skipped("no model of the run is on several GPUs")
-    return _with_gpus(found, 2, links)
+    return _with_gpus(local_gpus, 2, links)
 
 
 def transport_of(config: AnyConfig) -> str | None:
@@ -180,9 +180,11 @@ def transport_of(config: AnyConfig) -> str | None:
     )
 
 
-def _with_gpus(found: FoundGpus, least: int, function: Callable[..., Result], *args: Any) -> Result:
+def _with_gpus(
+    local_gpus: LocalGpus, least: int, function: Callable[..., Result], *args: Any
+) -> Result:
     """Call `function(gpus, *args)` in a subprocess if there are at least `least` GPUs."""
-    gpus = found()
+    gpus = local_gpus()
     if len(gpus) < least:
         return skipped("there is one GPU" if gpus else NO_GPU)
     what = f"the check of {len(gpus)} GPUs ({function.__name__})"
@@ -211,23 +213,23 @@ def driver(gpus: Sequence[GpuMemory], use_gpu: bool | str, dtype: str) -> Result
 
 
 def gpu_memory(
-    found_gpus: Callable[[], list[GpuMemory]], needed: Callable[[], tuple[int, int] | None]
+    local_gpus: Callable[[], list[GpuMemory]], needed: Callable[[], tuple[int, int] | None]
 ) -> Result:
     """Find memory of GPUs that is in use before the run starts.
 
     Args:
-        found_gpus: Function that returns the GPUs.
+        local_gpus: Function that returns the GPUs.
         needed: Function that returns the number of GPUs that the run needs, and the bytes on each,
             or None if that is unknown.
     """
-    gpus = found_gpus()
+    gpus = local_gpus()
     if not gpus:
         return skipped(NO_GPU)
     held = [gpu for gpu in gpus if gpu.used > HELD_BYTES]
     if not held:
         return ok(f"at most {max(gpu.used for gpu in gpus) / GB:.2g} GB of a GPU are in use")
     holders = _holders()
-    found = "; ".join(
+    observed = "; ".join(
         f"GPU {gpu.index}: {gpu.used / GB:.3g} of {gpu.total / GB:.3g} GB are in use by "
         + (", ".join(holders.get(gpu.uuid, ())) or "processes that are not visible from here")
         for gpu in held
@@ -238,11 +240,11 @@ def gpu_memory(
     if len(free) < count:
         gpus_needed = f"{count} GPU{'s' * (count > 1)}"
         meaning = f"The run needs {run_bytes / GB:.3g} GB on {gpus_needed}; less is free."
-        return fault(found, meaning, remedy)
+        return fault(observed, meaning, remedy)
     if len(free) < len(gpus):
         meaning = "The run would run out of memory if Ray gives it these GPUs."
-        return warning(found, meaning, remedy)
-    return warning(found, "The run has less memory than `raypo plan` assumes.", remedy)
+        return warning(observed, meaning, remedy)
+    return warning(observed, "The run has less memory than `raypo plan` assumes.", remedy)
 
 
 def _holders() -> dict[str, list[str]]:
@@ -354,23 +356,23 @@ def links(gpus: Sequence[GpuMemory]) -> Result:
 
 def compare_links(measured: Links, gpus: Sequence[GpuMemory]) -> Result:
     """Compare measured bandwidths with the data sheet of the GPUs."""
-    found = (
+    observed = (
         f"NCCL: all-reduce {measured.all_reduce:.3g} GB/s, point to point "
         f"{measured.point_to_point:.3g} GB/s"
     )
     kind = gpu_of(gpus[0].name)
     if kind is None:
-        return ok(f"{found}; no data-sheet value for {gpus[0].name}")
-    found += f"; data sheet of the {kind.name}: {kind.link_gbs:g} GB/s"
+        return ok(f"{observed}; no data-sheet value for {gpus[0].name}")
+    observed += f"; data sheet of the {kind.name}: {kind.link_gbs:g} GB/s"
     if min(measured.all_reduce, measured.point_to_point) < LINK_SHARE * kind.link_gbs:
         return warning(
-            found,
+            observed,
             "Reductions and pushes of weights take more than twice the time that `raypo plan` "
             "predicts.",
             "Look at `nvidia-smi topo -m` (is NVLink missing or down?), at NCCL_P2P_DISABLE, and "
             "at other programs on these GPUs.",
         )
-    return ok(found)
+    return ok(observed)
 
 
 def measure_links(backend: str, size: int, *, message_bytes: int = MESSAGE_BYTES) -> Links:

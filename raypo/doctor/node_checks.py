@@ -187,10 +187,9 @@ def versions_equal(facts: Mapping[str, NodeFacts]) -> Result:
             "Install the same versions on every node.",
             check="versions",
         )
-    _, *others = facts
     first = next(iter(facts.values())).versions if facts else {}
-    found = ", ".join(f"{name} {first[name]}" for name in names)
-    return ok(f"{found}" + (", on every node" if others else ""), check="versions")
+    observed = ", ".join(f"{name} {first[name]}" for name in names)
+    return ok(f"{observed}" + (", on every node" if len(facts) > 1 else ""), check="versions")
 
 
 def clocks(facts: Mapping[str, NodeFacts], *, at_uri: bool) -> Result:
@@ -204,7 +203,7 @@ def clocks(facts: Mapping[str, NodeFacts], *, at_uri: bool) -> Result:
     if not wrong:
         widest = max((abs(node.clock_s) for node in facts.values()), default=0.0)
         return ok(f"at most {widest:.2g} s apart", check="clocks")
-    found = ", ".join(
+    observed = ", ".join(
         f"{address} is {abs(node.clock_s):.1f} s {'ahead' if node.clock_s > 0 else 'behind'}"
         for address, node in wrong.items()
     )
@@ -216,7 +215,7 @@ def clocks(facts: Mapping[str, NodeFacts], *, at_uri: bool) -> Result:
         meaning = "Object stores reject requests that are signed with a wrong time."
     status = fault if far else warning
     remedy = "Start a time service (chrony or systemd-timesyncd) on these nodes."
-    return status(f"clocks differ: {found}", meaning, remedy, check="clocks")
+    return status(f"clocks differ: {observed}", meaning, remedy, check="clocks")
 
 
 def shared_folder(facts: Mapping[str, NodeFacts], storage_path: str) -> Result:

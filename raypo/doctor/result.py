@@ -37,11 +37,11 @@ class Result:
     """fault: the run would fail, or hang. warning: it would run, but slower than it could, or it
     may fail later. skipped: there was nothing to check."""
     found: str
-    """What was observed."""
+    """The observation."""
     meaning: str = ""
     """Consequence for a run."""
     remedy: str = ""
-    """What the user can do."""
+    """Instruction to the user."""
     check: str = ""
     """Name of the check."""
     seconds: float = 0.0

@@ -86,10 +86,10 @@ def _fit(config: AnyConfig, nodes: Callable[[], Sequence[Node]]) -> Result:
         return fault(" ".join(plan.problems), meaning, "Run `raypo plan` for the full table.")
     loads = [load for load in plan.loads if load.available]
     worst = max(loads, key=lambda load: load.needed / (load.available or 1), default=None)
-    found = "the nodes' memory is unknown"
+    observed = "the nodes' memory is unknown"
     if worst is not None:
-        found = f"{worst.name}: {worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB"
-    return ok("; ".join([found, *plan.notes]))
+        observed = f"{worst.name}: {worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB"
+    return ok("; ".join([observed, *plan.notes]))
 
 
 def checkpoint_bytes(config: AnyConfig, nodes: Sequence[Node]) -> int:
@@ -113,8 +113,8 @@ def _run_folder(config: AnyConfig) -> Result:
         return ok(f"{files.location} is new")
     files.check_writable()
     done = files.last_step()
-    found = f"the run would resume after step {done}" if done else "no step yet"
-    return ok(f"{files.location}: {found}")
+    observed = f"the run would resume after step {done}" if done else "no step yet"
+    return ok(f"{files.location}: {observed}")
 
 
 def reward_check(
@@ -167,21 +167,21 @@ def _try_reward(path: Path, overrides: Sequence[str], limit_s: float, *, may_fai
             why = lines[-1]
         return fault(why, "The run would fail when it scores its first responses.", remedy)
     if unscored := [line.strip() for line in lines if "  no score" in line]:
-        found = f"{len(unscored)} made-up responses have no score, like: {unscored[0]}"
+        observed = f"{len(unscored)} made-up responses have no score, like: {unscored[0]}"
         if may_fail:
             meaning = (
                 "Such samples are dropped; more than reward.max_failed_fraction of them end the "
                 "run."
             )
-            return warning(found, meaning, remedy)
+            return warning(observed, meaning, remedy)
         meaning = "Such a sample ends a run, because reward.max_failed_fraction is 0."
-        return fault(found, meaning, f"{remedy} Score it, or raise reward.max_failed_fraction.")
+        return fault(observed, meaning, f"{remedy} Score it, or raise reward.max_failed_fraction.")
     text = "\n".join(lines)
     notes = re.findall(r"^  Note: (.*)", text, re.MULTILINE)
     # Equal scores are no fault if the function judges, say, length.
     if notes and len(set(re.findall(r"  score (\S+)", text))) == 1:
-        found = f"right, empty and wrong responses have the same score: {notes[0]}"
-        return warning(found, "The run may learn nothing.", remedy)
+        observed = f"right, empty and wrong responses have the same score: {notes[0]}"
+        return warning(observed, "The run may learn nothing.", remedy)
     calls = re.findall(r"\S+: \S+ s for a call with \d+ responses, (\S+) ms each", text)
     slowest_ms = max(map(float, calls), default=0.0)
     if slowest_ms > SLOW_MS:

@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from raypo.checks.model_checks import is_cached, models_of
+from raypo.checks.model_checks import models_of
 from raypo.config import AnyConfig, JudgeSection, OnlineConfig
 from raypo.config.sources import path_of
 from raypo.custom.in_subprocess import call_in_subprocess
 from raypo.data.rows import is_data_set
 from raypo.doctor.result import Check, Result, fault, ok, skipped, warning
 from raypo.inputs import values_at
+from raypo.models.model_files import cached_folder, looks_like_hub_id
 
 ANSWER_S = 4.0
 """Timeout of a request, in seconds."""
@@ -67,8 +68,7 @@ def _in_process(name: str, function: Callable[..., Result], *args: Any) -> Check
 
 
 def _is_hub_id(path: str) -> bool:
-    looks_like_one = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
-    return looks_like_one and not Path(path).exists()
+    return looks_like_hub_id(path) and not Path(path).exists()
 
 
 def _hub_data(config: AnyConfig) -> Iterator[str]:
@@ -112,7 +112,7 @@ def hub(models: list[str], *, has_data: bool = False) -> Result:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
-            needs_hub = has_data or not all(map(is_cached, models))
+            needs_hub = has_data or not all(map(cached_folder, models))
             return (fault if needs_hub or not models else warning)(
                 f"{api.endpoint} refuses the token (status {status})",
                 "Even public files are refused with a wrong token.",
@@ -122,7 +122,7 @@ def hub(models: list[str], *, has_data: bool = False) -> Result:
     except Exception as error:  # of httpx or its successor, by the version of huggingface_hub
         return _hub_unreachable(api.endpoint, type(error).__name__)
     if refused:
-        absent = [model for model in refused if not is_cached(model)]
+        absent = [model for model in refused if cached_folder(model) is None]
         model = next(iter(absent or refused))
         meaning = "The model cannot be downloaded" + (
             "." if absent else ", but it is in the cache."

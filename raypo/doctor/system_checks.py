@@ -64,12 +64,12 @@ def processes() -> Result:
 
 def _limit(limit: int, bounds: tuple[int, int], what: str, where: str) -> Result:
     least, enough = bounds
-    found, remedy = f"at most {limit} {what}", f"Raise {where} to {enough} or more."
+    observed, remedy = f"at most {limit} {what}", f"Raise {where} to {enough} or more."
     if limit < least:
-        return fault(found, f"Ray and its workers need more than {least}, so some fail.", remedy)
+        return fault(observed, f"Ray and its workers need more than {least}, so some fail.", remedy)
     if limit < enough:
-        return warning(found, "Runs with several workers or engines may need more.", remedy)
-    return ok(found)
+        return warning(observed, "Runs with several workers or engines may need more.", remedy)
+    return ok(observed)
 
 
 def shared_memory(num_gpus: int) -> Result:
@@ -87,18 +87,18 @@ def shared_memory(num_gpus: int) -> Result:
         check_shared_memory()
     usage = shutil.disk_usage(SHARED_MEMORY)
     store = int(RAY_SHARE * memory_bytes())
-    found = f"{usage.free / GB:.3g} of {usage.total / GB:.3g} GB are free"
+    observed = f"{usage.free / GB:.3g} of {usage.total / GB:.3g} GB are free"
     # Ray 2.60 lowers the size of its object store to what is free, but not below 10 GB
     # (`resolve_object_store_memory`). If that does not fit, the store is on a disk.
     if usage.free < min(store, 10 * GB):
         return warning(
-            found,
+            observed,
             f"Ray's object store takes up to {store / GB:.2g} GB. It will be in files on a disk, "
             "which makes pushes and batches slow.",
             "Start the container with --shm-size=16g or --ipc=host, or remove old files of "
             f"{SHARED_MEMORY}.",
         )
-    return ok(found)
+    return ok(observed)
 
 
 def gloo(num_nodes: int, node: str) -> Result:
@@ -119,12 +119,12 @@ def gloo(num_nodes: int, node: str) -> Result:
         source = f"the host name {host}, which resolves to loopback"
     else:
         address = socket.gethostbyname(host)
-        found = f"{address}, the address of the host name {host}"
+        observed = f"{address}, the address of the host name {host}"
         if interface_of(address) is not None:
-            return ok(found)
+            return ok(observed)
         status = fault if num_nodes > 1 else warning
         return status(
-            f"{found}: no interface has it",
+            f"{observed}: no interface has it",
             "Workers of a run would use the loopback interface, or fail to connect to each other.",
             f"Correct the entry of {host} in /etc/hosts, or set {GLOO_INTERFACE}.",
         )
@@ -135,11 +135,11 @@ def gloo(num_nodes: int, node: str) -> Result:
             remedy,
         )
     addresses = [a.address for a in interfaces[name] if a.family == socket.AF_INET]
-    found = f"{', '.join(addresses) or 'no IPv4 address'} of the interface {name}, by {source}"
+    observed = f"{', '.join(addresses) or 'no IPv4 address'} of the interface {name}, by {source}"
     if num_nodes > 1 and all(ip_address(address).is_loopback for address in addresses):
         meaning = "Workers on other nodes cannot reach this one, so all workers would hang."
-        return fault(found, meaning, remedy)
-    return ok(found)
+        return fault(observed, meaning, remedy)
+    return ok(observed)
 
 
 def ports(config: AnyConfig | None, wanted: Sequence[int]) -> Result:
@@ -159,8 +159,8 @@ def ports(config: AnyConfig | None, wanted: Sequence[int]) -> Result:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             if port:
-                found = f"port {port}: {reason}"
-                return fault(found, "A server could not start there.", "Choose another port.")
+                observed = f"port {port}: {reason}"
+                return fault(observed, "A server could not start there.", "Choose another port.")
             return fault(
                 f"rollout.endpoint_host ({host}): {reason}",
                 "Agents could not call the policy.",

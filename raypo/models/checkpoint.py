@@ -88,19 +88,6 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
         ) from None
 
 
-def cached_folder(path: str) -> str | None:
-    """Return the cache folder of a downloaded hub id.
-
-    The result is None if `path` is a folder, or a hub id that is not cached.
-    """
-    if Path(path).expanduser().is_dir():
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(path, "config.json")
-    return str(Path(config).parent) if isinstance(config, str) else None
-
-
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a model's files hold, under their names in the model.
 

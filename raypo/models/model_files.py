@@ -29,6 +29,27 @@ own, because their layers have sliding windows or linear attention. No test reco
 FlexOlmo."""
 
 
+def looks_like_hub_id(path: str) -> bool:
+    """Return True if a name could be one on the Hugging Face hub, and not a path."""
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+
+
+def cached_folder(path: str) -> str | None:
+    """Return the cache folder of a downloaded hub id.
+
+    The result is None if `path` is a folder, or no hub id that is cached.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(path).expanduser().is_dir():
+        return None
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # it is no hub id
+        return None
+    return str(Path(config).parent) if isinstance(config, str) else None
+
+
 def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 

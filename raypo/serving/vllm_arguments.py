@@ -81,11 +81,8 @@ def check_head_dtype(head_dtype: str) -> None:
     Raises:
         ConfigError: names the key.
     """
-    found = find_spec("vllm")
-    if head_dtype == "model" or found is None or found.origin is None:
-        return
-    source = Path(found.origin).parent / "model_executor" / "layers" / "logits_processor.py"
-    if "head_dtype" not in source.read_text():
+    source = _vllm_file("model_executor/layers/logits_processor.py")
+    if head_dtype != "model" and source and "head_dtype" not in source.read_text():
         raise ConfigError(
             f"model.head_dtype ({head_dtype}): the installed vLLM computes all logits in "
             "model.dtype. Install vLLM 0.26 or later, or set model.head_dtype to model."
@@ -100,11 +97,8 @@ def check_router_replay(router_replay: str) -> None:
     Raises:
         ConfigError: names the key.
     """
-    found = find_spec("vllm")
-    if router_replay == "off" or found is None or found.origin is None:
-        return
-    routers = Path(found.origin).parent / "model_executor" / "layers" / "fused_moe" / "router"
-    if not (routers / "cpu_router.py").is_file():
+    source = _vllm_file("model_executor/layers/fused_moe/router/cpu_router.py")
+    if router_replay != "off" and source and not source.is_file():
         raise ConfigError(
             f"rollout.router_replay ({router_replay}): the installed vLLM cannot report the "
             "experts that it chooses. Install vLLM 0.32, or set rollout.router_replay to off."
@@ -119,11 +113,8 @@ def check_speculation(kind: str) -> None:
     Raises:
         ConfigError: names the key.
     """
-    found = find_spec("vllm")
-    if kind == "none" or found is None or found.origin is None:
-        return
-    source = Path(found.origin).parent / "v1" / "engine" / "output_processor.py"
-    if "_trim_surplus_tokens" not in source.read_text():
+    source = _vllm_file("v1/engine/output_processor.py")
+    if kind != "none" and source and "_trim_surplus_tokens" not in source.read_text():
         raise ConfigError(
             f"rollout.engine.speculation.kind ({kind}): the installed vLLM is too old for it. "
             "Install vLLM 0.32, or set rollout.engine.speculation.kind to none."
@@ -154,11 +145,8 @@ def engine_argument_names() -> frozenset[str] | None:
 
     The source is parsed, which takes 0.1 s, because importing vLLM takes 10 s or more.
     """
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
-        return None
-    source = Path(found.origin).parent / "engine" / "arg_utils.py"
-    if not source.is_file():
+    source = _vllm_file("engine/arg_utils.py")
+    if source is None or not source.is_file():
         return None
     for node in ast.parse(source.read_bytes()).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
@@ -168,3 +156,9 @@ def engine_argument_names() -> frozenset[str] | None:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             )
     return None
+
+
+def _vllm_file(name: str) -> Path | None:
+    """Return the path of a file of the installed vLLM without importing it; None without vLLM."""
+    spec = find_spec("vllm")
+    return Path(spec.origin).parent / name if spec and spec.origin else None

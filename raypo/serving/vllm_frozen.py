@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from raypo.config import ConfigError, FrozenSection
 from raypo.data.chat_messages import render
 from raypo.data.stop_tokens import prompt_ids
-from raypo.models.checkpoint import cached_folder, check_weights
+from raypo.models.checkpoint import check_weights
 from raypo.models.loading import check_classifier, load_tokenizer, same_vocabulary
+from raypo.models.model_files import cached_folder
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, TopTokens, frozen_memory_advice, sequence_ids

@@ -144,3 +144,19 @@ def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_probe(name: str, *options: str) -> str:
+    """Runs the tests of a file of this folder in another process; returns pytest's output."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", f"tests/integration/{name}"),
+            *("-m", "", "-q", "-p", "no:xdist", *options),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    return done.stdout

@@ -15,6 +15,7 @@ from raypo.cli.exit_status import _tell_failure
 from raypo.config import RECIPES, ConfigError, PPOConfig, SFTConfig
 from raypo.rewards.scoring import RewardError
 from raypo.storage.run_files import RunFiles
+from tests.command_line import exit_status
 from tests.recorded_run import write_run
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "transformers", "plotly")
@@ -25,14 +26,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "ppo.yaml"
     path.write_text("name: run\nmodel: {policy: none/such/folder}\ndata: {prompts: no.jsonl}\n")
     return path
-
-
-def exit_status(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["raypo", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        raypo.cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 def test_a_typo_in_an_override_is_status_2_with_the_nearest_key(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import raypo.cli
 from raypo.models.loading import load_tokenizer
 from raypo.rewards.scoring import RewardError
 from raypo.rollout import reward_trial
 from raypo.rollout.reward_trial import right_answer, trials, try_before_start
 from raypo.types import Prompt, Rollout
+from tests.command_line import exit_status
 from tests.tiny import tiny_policy
 
 FUNCTIONS = """
@@ -66,19 +66,11 @@ def run_file(folder: Path, function: str, **data: str) -> Path:
     return path
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["raypo", "try-reward", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        raypo.cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 def test_each_row_gets_its_label_an_empty_and_a_wrong_response(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     config = run_file(folder, "exact", label_key="answer")
-    assert tried(monkeypatch, config, "--rows", 2) == 0
+    assert exit_status(monkeypatch, "try-reward", config, "--rows", 2) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "data.prompts, scored by score.py:exact"
     assert lines[1:5] == [
@@ -101,7 +93,12 @@ def test_the_forms_of_trl_and_verl_are_called_as_the_run_calls_them(
 ):
     """The right answer of TRL's form is the column `answer`, without data.label_key."""
     label = {"label_key": "answer"} if function == "compute_score" else {}
-    assert tried(monkeypatch, run_file(folder, function, **label), "reward.processes=1") == 0
+    assert (
+        exit_status(
+            monkeypatch, "try-reward", run_file(folder, function, **label), "reward.processes=1"
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "right  score 1  '1'" in out
     assert "wrong  score 0  '2'" in out
@@ -116,7 +113,7 @@ def test_an_error_is_told_by_the_users_lines_and_one_of_raypo(
     capsys: pytest.CaptureFixture[str],
 ):
     config = run_file(folder, "first_number", label_key="answer")
-    assert tried(monkeypatch, config, f"reward.processes={processes}") == 1
+    assert exit_status(monkeypatch, "try-reward", config, f"reward.processes={processes}") == 1
     *frames, line = capsys.readouterr().err.splitlines()
     assert [each.strip() for each in frames if "File" not in each and "^" not in each] == [
         "return [digit(r.response) for r in rollouts]",
@@ -131,7 +128,10 @@ def test_an_error_is_told_by_the_users_lines_and_one_of_raypo(
 def test_a_function_that_cannot_tell_right_from_wrong_is_noted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    assert tried(monkeypatch, run_file(folder, "constant", label_key="answer")) == 0
+    assert (
+        exit_status(monkeypatch, "try-reward", run_file(folder, "constant", label_key="answer"))
+        == 0
+    )
     assert "no right answer scores higher than a wrong one" in capsys.readouterr().out
 
 
@@ -139,7 +139,12 @@ def test_without_a_function_there_is_nothing_to_try(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     config = run_file(folder, "exact", label_key="answer")
-    assert tried(monkeypatch, config, "reward.function=null", "reward.url=http://no.where") == 2
+    assert (
+        exit_status(
+            monkeypatch, "try-reward", config, "reward.function=null", "reward.url=http://no.where"
+        )
+        == 2
+    )
     assert "there is no function to try" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""What the command prints, and with which status it ends."""
+"""Output and exit status of the command."""
 
 import json
 import subprocess
@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-import raypo.cli
 from raypo.doctor import preflight
 from raypo.doctor.preflight import as_json, lines, verdict
 from raypo.doctor.result import Check, fault, ok, skipped, warning
+from tests.command_line import exit_status
 
 FAULT = fault("/data is full", "It ends.", "Free it.", check="storage_path", node="10.0.0.2")
 WARNING = warning("2 GB", "It is slow.", "Use more.", check="shared memory")
@@ -80,14 +80,6 @@ def test_the_verdict():
     assert verdict([OK, skipped("-")]) == "nothing is wrong."
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["raypo", "doctor", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        raypo.cli.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Results of the machine's checks, in place of those of this machine."""
@@ -104,11 +96,11 @@ def test_a_fault_ends_with_status_1_and_a_warning_with_0(
     planted: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     planted[:] = [WARNING, OK]
-    assert told(monkeypatch, "--json") == 0
+    assert exit_status(monkeypatch, "doctor", "--json") == 0
     output = json.loads(capsys.readouterr().out)
     assert [entry["status"] for entry in output] == ["ok", "warning", "ok"]  # first: the versions
     planted[:] = [FAULT, OK]
-    assert told(monkeypatch) == 1
+    assert exit_status(monkeypatch, "doctor") == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("fault     storage_path: /data is full\n")
     assert captured.err == "raypo: 1 fault: a run would fail here.\n"
@@ -123,7 +115,7 @@ def test_a_wrong_config_is_a_fault_beside_the_checks_of_the_machine(
     planted[:] = [OK]
     path = tmp_path / "run.yaml"
     path.write_text("name: run\nmodel: {policy: x}\ndata: {prompts: a.jsonl}\nlerner: {}\n")
-    assert told(monkeypatch, path, "--json") == 1
+    assert exit_status(monkeypatch, "doctor", path, "--json") == 1
     config, _, port = json.loads(capsys.readouterr().out)
     assert (config["check"], config["status"], port["check"]) == ("config", "fault", "ports")
     assert "lerner" in config["found"]
@@ -185,5 +177,5 @@ def test_cluster_without_an_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert told(monkeypatch, "--cluster") == 2
+    assert exit_status(monkeypatch, "doctor", "--cluster") == 2
     assert "--cluster: no Ray cluster is named" in capsys.readouterr().err

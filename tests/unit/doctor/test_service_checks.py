@@ -2,10 +2,9 @@
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from raypo.config import JudgeSection, PPOConfig
 from raypo.doctor import service_checks
 from raypo.doctor.result import run_checks
 from raypo.doctor.service_checks import hub, judge_server, reward_server
+from tests.unit.rewards.scripted_server import served
 
 KEY = "secret-5391"
 
@@ -38,15 +38,8 @@ def serving(answer: Callable[[str, str], tuple[int, Any]]) -> Iterator[str]:
         def log_message(self, format: str, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with served(Handler) as url:
+        yield url
 
 
 @pytest.fixture
@@ -129,13 +122,13 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch):
         known, missing = hub(["org/open"]), hub(["org/open", "org/missing"])
         gated = hub(["org/gated"])
         with monkeypatch.context() as patched:
-            patched.setattr(service_checks, "is_cached", lambda model: model == "org/gated")
+            patched.setattr(service_checks, "cached_folder", {"org/gated": "folder"}.get)
             cached, other = hub(["org/gated"]), hub(["org/gated", "org/missing"])
         monkeypatch.setattr("huggingface_hub.get_token", lambda: "wrong")
         monkeypatch.setenv("HF_TOKEN", "wrong")
         wrong = hub([])
         with monkeypatch.context() as patched:
-            patched.setattr(service_checks, "is_cached", lambda model: True)
+            patched.setattr(service_checks, "cached_folder", lambda model: "folder")
             wrong_but_cached = hub(["org/open"])
             wrong_for_data = hub(["org/open"], has_data=True)
     away = hub([])
