@@ -38,7 +38,7 @@ class EnginePool:
     """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
 
     A slot is free when the worker that held it is dead, the only one of its run that calls engines.
-    Then no push and no request of the earlier run can still be in flight.
+    Calls that it had sent may still run there; those of the next run queue behind them.
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle]) -> None:

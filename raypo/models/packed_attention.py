@@ -482,14 +482,14 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     count = -(-len(token) // BLOCK)
 
     def pairs_from(positions: np.ndarray) -> np.ndarray:
-        """Count the (query, key) pairs whose key is at or after the query's `place`.
+        """Count the (query, key) pairs whose key is at or after the query's position.
 
         Args:
-            place: Key position for each query, [N].
+            positions: Key position for each query, [N].
 
         Returns:
             The count for each query block and key block, [query blocks, key blocks + 1]. The last
-            column counts queries whose `place` is after the last key.
+            column counts queries whose position is after the last key.
         """
         block, offset = np.divmod(positions, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)

@@ -236,8 +236,8 @@ class _Groups:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         prompt = self.prompts[position]
         # The learner reads the prompt once, so its experts are those of one sample.
-        recorded = (each.experts for each in completions if each.experts is not None)
-        experts = next((each[: len(prompt.token_ids)] for each in recorded), None)
+        recorded = (c.experts for c in completions if c.experts is not None)
+        experts = next((of_row[: len(prompt.token_ids)] for of_row in recorded), None)
         return [
             _rollout(prompt, number, completion, text, experts)
             for number, (completion, text) in enumerate(zip(completions, texts, strict=True))

@@ -236,14 +236,6 @@ class Engine:
         """Return the peak memory of the engine's processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
 
-    def _record_experts(self) -> None:
-        self._processes.ask("raypo_record_experts")
-
-        def read(blocks: list[int], first: int, end: int) -> np.ndarray:
-            return self._processes.ask("raypo_read_experts", blocks, first, end)[0]
-
-        InsideVllm(self._llm).record_experts(read)
-
     def stalled_s(self) -> float:
         """Return how long the current step or push has been running, in seconds, or 0 if idle."""
         return self._loop.progress.stalled_s()
@@ -590,6 +582,14 @@ class Engine:
         if self._stop.detach() is not None:
             self._loop.call(self._end)
             self._loop.close()
+
+    def _record_experts(self) -> None:
+        self._processes.ask("raypo_record_experts")
+
+        def read(blocks: list[int], first: int, end: int) -> np.ndarray:
+            return self._processes.ask("raypo_read_experts", blocks, first, end)[0]
+
+        InsideVllm(self._llm).record_experts(read)
 
     def _drop_version(self, why_not: str) -> None:
         """Drop the current version. The engine refuses to sample until a push ends."""
