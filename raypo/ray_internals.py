@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,35 @@ def readiness(actor: ActorHandle) -> Any:
 def cause_of(failure: BaseException) -> BaseException:
     """Return the exception of a Ray Train worker, unwrapped from Ray Train's own exception."""
     return getattr(failure, "_base_exc", failure)
+
+
+@dataclass(frozen=True)
+class ActorProcess:
+    """The process of an actor that is alive."""
+
+    actor_id: str
+    name: str
+    """Name of the actor, or of its class if it has none."""
+    node_id: str
+    pid: int
+
+
+def actors_of_this_job() -> list[ActorProcess]:
+    """Return the processes of all living actors of this process's job."""
+    import ray
+    from ray._private.state import state
+
+    job_id = ray.get_runtime_context().get_job_id()
+    table = state.actor_table(None, ray.JobID.from_hex(job_id), "ALIVE")
+    return [
+        ActorProcess(
+            actor_id,
+            actor["Name"] or actor["ActorClassName"],
+            actor["Address"]["NodeID"],
+            actor["Pid"],
+        )
+        for actor_id, actor in table.items()
+    ]
 
 
 def failed_to_start(failure: BaseException) -> bool:

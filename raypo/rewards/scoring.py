@@ -25,6 +25,7 @@ from raypo.custom.loader import (
     takes_columns,
     takes_ground_truth,
 )
+from raypo.progress import at_work, moved
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -117,7 +118,8 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
     if not rollouts:
         return []
     name = f"the reward function {function_name(function)}"
-    answers = answers_of(function, list(rollouts))
+    with at_work(f"{name} ({len(rollouts)} responses)"):
+        answers = answers_of(function, list(rollouts))
     return [_number(answer, index, name) for index, answer in enumerate(answers)]
 
 
@@ -197,6 +199,7 @@ def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
             "extra_info": row.get("extra_info") or {},
         }
         answers.append(function(**{name: values[name] for name in passed}))
+        moved()
     if answers and all(map(inspect.isawaitable, answers)):
         return _gathered(answers)
     return answers
@@ -209,7 +212,12 @@ def has_ground_truth(row: Mapping[str, Any]) -> bool:
 
 
 async def _gathered(answers: list[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*answers))
+    async def answer_of(awaitable: Awaitable[Any]) -> Any:
+        answer = await awaitable
+        moved()
+        return answer
+
+    return list(await asyncio.gather(*map(answer_of, answers)))
 
 
 class WeightedSum:

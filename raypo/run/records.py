@@ -23,6 +23,7 @@ from raypo.config import CheckpointSection
 from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
+from raypo.progress import at_work
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.checkpoint_writer import CheckpointWriter, Staged
 from raypo.run.rollout_metrics import sample_row, speed_metrics
@@ -119,7 +120,8 @@ class Records:
             if self._interrupted or self.stopped:  # a checkpoint was due then
                 return
             self._step_started = time.perf_counter()
-            yield step
+            with at_work(f"step {step}", must_move=False):
+                yield step
 
     def note_initial(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of the initial evaluation, to report them as `eval/initial_*`."""
@@ -146,6 +148,7 @@ class Records:
             self._write_samples(step, partial(list, map(sample_row, samples)), self._run.workers)
             raise
 
+    @at_work("the callbacks")
     def call_callbacks(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Rollout]
     ) -> dict[str, float]:
@@ -198,6 +201,7 @@ class Records:
         is_periodic = run.config.checkpoint.is_due(step, last_step=run.config.num_steps)
         return is_periodic or is_best or is_leaving or self._interrupted or bool(self.stopped)
 
+    @at_work("the report", must_move=False)
     def report(
         self,
         step: int,

@@ -94,6 +94,7 @@ from raypo.trainer.watch import (
     stop_on_signal,
     told_briefly,
 )
+from raypo.trainer.watchdog import Watchdog
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
@@ -475,12 +476,19 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "Stopping after this step, with a checkpoint; interrupt again to stop immediately."
             )
 
+        watchdog = Watchdog(
+            self.config.placement.hang_timeout_s,
+            self.config.max_failures,
+            self._files,
+            console.message,
+        )
         with stop_on_signal(stop):
             # Ray Train overrides the handler of Ctrl-C, but only in the main thread.
             outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
-                show_events(console, monitor)
+                show_events(console, monitor, watchdog.note)
+                watchdog.look()
                 if self._is_unwanted():
                     monitor.request_stop.remote()
                 if time.monotonic() > deadline:
@@ -490,8 +498,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         f"{after_s:g} s have passed (stop.after_s): stopping after this step, "
                         "with a checkpoint; the same command resumes the run."
                     )
-            show_events(console, monitor)
-            return outcome.result()
+            show_events(console, monitor, watchdog.note)
+            try:
+                return outcome.result()
+            except WorkerGroupError as error:
+                if watchdog.hang is None:
+                    raise
+                raise WorkerGroupError(watchdog.hang, error.worker_failures) from None
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """Run TorchTrainer.fit, and run it again with a new controller if its controller is lost.
