@@ -124,7 +124,9 @@ def pending() -> list[Pending]:
     innermost = works - {work.outer for work in works}
     by_name: dict[tuple[str, ...], Pending] = {}
     for work in sorted(innermost, key=lambda work: work.moved_at):
-        inside = tuple(reversed([outer.name for outer in _enclosing(work)]))
+        names = dict.fromkeys([outer.name for outer in _enclosing(work)])
+        names.pop(work.name, None)  # a function that calls one of the same name
+        inside = tuple(reversed(names))
         if (*inside, work.name) not in by_name:
             by_name[*inside, work.name] = Pending(
                 work.name,

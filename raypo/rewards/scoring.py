@@ -118,8 +118,7 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
     if not rollouts:
         return []
     name = f"the reward function {function_name(function)}"
-    with at_work(f"{name} ({len(rollouts)} responses)"):
-        answers = answers_of(function, list(rollouts))
+    answers = answers_of(function, list(rollouts))
     return [_number(answer, index, name) for index, answer in enumerate(answers)]
 
 
@@ -145,14 +144,16 @@ def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
         RewardError: the function returns a list of another length, or no list.
         Exception: any error of the function.
     """
-    if takes_columns(function):
-        answer = function(**_columns(function, rollouts))
-    elif takes_ground_truth(function):
-        answer = _one_by_one(function, rollouts)
-    else:
-        answer = function(rollouts)
-    answer = _awaited(answer) if inspect.isawaitable(answer) else answer
-    return _as_list(answer, len(rollouts), f"the reward function {function_name(function)}")
+    name = f"the reward function {function_name(function)}"
+    with at_work(f"{name} ({len(rollouts)} responses)"):
+        if takes_columns(function):
+            answer = function(**_columns(function, rollouts))
+        elif takes_ground_truth(function):
+            answer = _one_by_one(function, rollouts)
+        else:
+            answer = function(rollouts)
+        answer = _awaited(answer) if inspect.isawaitable(answer) else answer
+    return _as_list(answer, len(rollouts), name)
 
 
 def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, list[Any]]:

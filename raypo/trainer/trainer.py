@@ -62,6 +62,7 @@ from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
 from raypo.ray_internals import (
+    detect_nccl_hangs,
     has_autoscaler,
     is_driver,
     leave_out_callbacks,
@@ -363,6 +364,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         started = began - earlier_s
         monitor = start_monitor(self.config.name)
         self._show_prints_of_callbacks(monitor)
+        if self._use_gpu and self.config.learner.num_workers != 1:
+            detect_nccl_hangs(
+                self,
+                partial(monitor.tell.remote, "message"),
+                confirm_s=(self.config.placement.hang_timeout_s or 1200.0) / 2,
+            )
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()

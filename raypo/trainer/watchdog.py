@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 
@@ -21,7 +21,7 @@ from raypo.cluster.heartbeat import Beat
 from raypo.cluster.stacks import kill_processes, stacks_of
 from raypo.progress import Pending
 from raypo.ray_internals import ActorProcess, actors_of_this_job
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import HANGS, RunFiles
 
 LOOK_EVERY_S = 0.5
 MOST_WAITING = 4
@@ -185,28 +185,22 @@ class Watchdog:
         )
         self.say(message)
         named = [
-            ActorProcess(a.actor_id, f"learner_worker_{ids[a.actor_id]}", a.node_id, a.pid)
-            if a.actor_id in ids
-            else a
-            for a in actors
+            replace(actor, name=f"learner_worker_{ids[actor.actor_id]}")
+            if actor.actor_id in ids
+            else actor
+            for actor in actors
         ]
         stacks: Mapping[str, str] = {}
         with suppress(RayError):  # the message is worth more than the stacks
             stacks = stacks_of(named)
-        folder = self._write(message, stacks)
         remedy = (
-            f"{message} The stacks of {len(stacks)} processes are in {folder}. If the run was only "
-            "slow, raise placement.hang_timeout_s."
+            f"The stacks of {len(stacks)} processes are in {self._write(message, stacks)}. If the "
+            "run was only slow, raise placement.hang_timeout_s."
         )
-        self.hang = f"{remedy} The same command resumes from the last checkpoint."
-        allowed = "no limit" if self.max_failures == -1 else self.max_failures
+        self.hang = f"{message} {remedy} The same command resumes from the last checkpoint."
         self.say(
-            f"{remedy} The learner workers are killed, and the run "
-            + (
-                f"resumes from its last checkpoint (max_failures: {allowed})"
-                if self.max_failures
-                else "ends (max_failures: 0)"
-            )
+            f"{remedy} The learner workers are killed; max_failures ({self.max_failures}) is the "
+            "number of times that a run resumes by itself."
         )
         self._ended |= ids.keys()
         self._beats.clear()
@@ -216,7 +210,7 @@ class Watchdog:
             )
 
     def _write(self, message: str, stacks: Mapping[str, str]) -> str:
-        name = f"hangs/{datetime.now():%Y-%m-%dT%H-%M-%S}"
+        name = f"{HANGS}/{datetime.now():%Y-%m-%dT%H-%M-%S}"
         own = {
             f"learner_worker_{beat.rank}_python.txt": beat.stacks
             for beat, _ in self._beats.values()

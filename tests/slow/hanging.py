@@ -1,6 +1,6 @@
 """A callback whose module lets a run hang in one phase after another, each once.
 
-The file `hung.txt` beside the prompts has the phases that have hung, and when. The name of the run
+The file `hung.txt` beside the policy has the phases that have hung, and when. The name of the run
 says what is planted: "hangs", or "slow" for a run that is slow in every phase and hangs in none.
 """
 
@@ -77,7 +77,7 @@ def note_run() -> None:
 
     def begin(self: Rollouts, *args: Any, **named: Any) -> Any:
         config = self._run.config
-        Now.folder, Now.name = Path(config.data.prompts).parent, config.name
+        Now.folder, Now.name = Path(config.model.policy).parent, config.name
         return own(self, *args, **named)
 
     Rollouts.begin = begin  # pyright: ignore[reportAttributeAccessIssue]
