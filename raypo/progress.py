@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+REPORT = "the report to Ray Train"
+"""Name of the work in which a worker waits for Ray Train's controller."""
 _WAITING = (
     *("/threading.py", "/concurrent/futures/", "/queue.py", "/selectors.py", "/asyncio/"),
     "/ray/_private/",

@@ -508,10 +508,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             show_events(console, monitor, watchdog.note)
             try:
                 return outcome.result()
-            except WorkerGroupError as error:
+            except (WorkerGroupError, ControllerError) as error:
                 if watchdog.hang is None:
                     raise
-                raise WorkerGroupError(watchdog.hang, error.worker_failures) from None
+                failures = getattr(error, "worker_failures", {})
+                raise WorkerGroupError(watchdog.hang, failures) from None
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """Run TorchTrainer.fit, and run it again with a new controller if its controller is lost.

@@ -9,21 +9,22 @@ learner workers. Ray Train restarts them from the last checkpoint as often as `m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import groupby
 
 from ray.exceptions import RayError
 
 from raypo.cluster.heartbeat import Beat
 from raypo.cluster.stacks import kill_processes, stacks_of
-from raypo.progress import Pending
+from raypo.progress import REPORT, Pending
 from raypo.ray_internals import ActorProcess, actors_of_this_job
 from raypo.storage.run_files import HANGS, RunFiles
 
 LOOK_EVERY_S = 0.5
+CONTROLLER = "TrainController"
+"""Class of Ray Train's controller, an actor without a name."""
 MOST_WAITING = 4
 """Number of waiting workers that a message names."""
 
@@ -61,70 +62,80 @@ class Hang:
     """A clause for each worker that waits for them."""
     replicas: frozenset[str] = frozenset()
     """Names of the replicas among the culprits."""
+    is_of_controller: bool = False
+    """True if all workers wait for Ray Train's controller to take their report."""
 
     def __str__(self) -> str:
-        return ". ".join(["; ".join(self.culprits), *self.waiting[:MOST_WAITING]])
+        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]])
 
 
 def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
     """Return the hang of a run, or None if it goes on.
 
-    Work of one name that several workers do together, such as an update, moves if it does on any of
-    them: the others may wait for the slowest.
+    If no thread stands still in work of its own, replicas are blamed, then work that must move.
     """
-    silent = [worker for worker in workers if worker.age_s >= timeout_s]
-    all_work = [(worker, work) for worker in workers for work in worker.beat.pending]
-    by_name = sorted(all_work, key=lambda pair: pair[1].name)
-    least = {
-        name: min(worker.idle_of(work) for worker, work in group if work.must_move)
-        for name, group in groupby(
-            (pair for pair in by_name if pair[1].must_move), key=lambda pair: pair[1].name
-        )
-    }
-    idle_s = max([0.0, *least.values(), *(worker.age_s for worker in silent)])
-    if workers:
-        idle_s = max(idle_s, min(worker.idle_s for worker in workers))
-    if idle_s < timeout_s:
+    if (idle_s := _idle_s(workers)) < timeout_s:
         return None
-    if silent:
-        culprits = [
-            f"{worker.name} does not answer: its process is stopped or blocked{_inside(worker)}"
-            for worker in silent
-        ]
-        others = [pair for pair in all_work if pair[0] not in silent]
-        return Hang(idle_s, culprits, list(_waiting(others)))
-    stands = [pair for pair in all_work if pair[0].idle_of(pair[1]) >= timeout_s]
-    kinds = (
-        [pair for pair in stands if not pair[1].waits and pair[1].place],
-        [pair for pair in stands if pair[1].replica],
-        [pair for pair in stands if pair[1].must_move],
-        stands,
-    )
-    blamed = next((pairs for pairs in kinds if pairs), [])
+    silent = [worker for worker in workers if worker.age_s >= timeout_s]
+    stands = [
+        (worker, work)
+        for worker in workers
+        for work in worker.beat.pending
+        if worker not in silent and worker.idle_of(work) >= timeout_s
+    ]
+    blamed: Sequence[tuple[Worker, Pending]] = []
+    if not silent:
+        candidates = (
+            [pair for pair in stands if pair[1].place and not pair[1].waits],
+            [pair for pair in stands if pair[1].replica],
+            [pair for pair in stands if pair[1].must_move],
+            stands,
+        )
+        blamed = next((pairs for pairs in candidates if pairs), [])
     return Hang(
         idle_s,
-        list(dict.fromkeys(_clause(*pair) for pair in blamed)) or ["no worker says what it does"],
-        list(_waiting([pair for pair in stands if pair not in blamed])),
+        [_silence(worker) for worker in silent] + [_clause(*pair) for pair in blamed],
+        [_clause(*pair) for pair in stands if pair not in blamed],
         frozenset(work.replica for _, work in blamed if work.replica),
+        is_of_controller=bool(blamed) and all(work.name == REPORT for _, work in stands),
     )
+
+
+def _idle_s(workers: Sequence[Worker]) -> float:
+    """Return the seconds for which a part of the run has not moved, or for which nothing has.
+
+    Work of one name that several workers do together, such as an update, moves if it does on any of
+    them, because the others may wait for the slowest.
+    """
+    least: dict[str, float] = {}
+    for worker in workers:
+        for work in worker.beat.pending:
+            if work.must_move:
+                idle_s = worker.idle_of(work)
+                least[work.name] = min(least.get(work.name, idle_s), idle_s)
+    idle_s = max([0.0, *least.values(), *(worker.age_s for worker in workers)])
+    if any(worker.beat.pending for worker in workers):  # the start of engines has its own limit
+        idle_s = max(idle_s, min(worker.idle_s for worker in workers))
+    return idle_s
 
 
 def _clause(worker: Worker, work: Pending) -> str:
-    phase = " > ".join([*work.inside, work.name])
     if work.replica:
         return f"{worker.name} waits in {' > '.join(work.inside)} for {work.name}"
     verb = "waits" if work.waits else "does not go on"
-    return f"{worker.name} {verb} in {phase}" + (f", in {work.place}" if work.place else "")
+    return f"{worker.name} {verb} in {_chain(work)}" + (f", in {work.place}" if work.place else "")
 
 
-def _waiting(pairs: Sequence[tuple[Worker, Pending]]) -> Iterator[str]:
-    for worker, work in pairs:
-        yield _clause(worker, work)
+def _silence(worker: Worker) -> str:
+    was_in = ", ".join(map(_chain, worker.beat.pending))
+    return (
+        f"{worker.name} does not answer: its process is stopped or blocked"
+        f"{was_in and f' (it was in {was_in})'}"
+    )
 
 
-def _inside(worker: Worker) -> str:
-    names = [" > ".join([*work.inside, work.name]) for work in worker.beat.pending]
-    return f" (it was in {', '.join(names)})" if names else ""
+def _chain(work: Pending) -> str:
+    return " > ".join([*work.inside, work.name])
 
 
 @dataclass
@@ -180,7 +191,7 @@ class Watchdog:
     def _end(self, hang: Hang, actors: Sequence[ActorProcess]) -> None:
         ids = {beat.actor_id: rank for rank, (beat, _) in self._beats.items()}
         message = (
-            f"hang: nothing has moved for {hang.idle_s:.0f} s (placement.hang_timeout_s: "
+            f"hang: no progress for {hang.idle_s:.0f} s (placement.hang_timeout_s: "
             f"{self.timeout_s:g}). {hang}."
         )
         self.say(message)
@@ -204,10 +215,9 @@ class Watchdog:
         )
         self._ended |= ids.keys()
         self._beats.clear()
+        others = hang.replicas | ({CONTROLLER} if hang.is_of_controller else set())
         with suppress(RayError):
-            kill_processes(
-                actor for actor in actors if actor.actor_id in ids or actor.name in hang.replicas
-            )
+            kill_processes(a for a in actors if a.actor_id in ids or a.name in others)
 
     def _write(self, message: str, stacks: Mapping[str, str]) -> str:
         name = f"{HANGS}/{datetime.now():%Y-%m-%dT%H-%M-%S}"

@@ -35,14 +35,14 @@ def test_a_reward_function_that_never_answers_is_named_and_the_run_ends(
         PPOTrainer(config).fit()
     (folder,) = (task.parent / "runs" / "hang" / "hangs").iterdir()
     message = (folder / "what.txt").read_text()
-    assert message.startswith("hang: nothing has moved for ")
+    assert message.startswith("hang: no progress for ")
     assert (
         "learner worker 0 does not go on in scoring > the reward function "
         "tests.integration.test_hang.answers_never (32 responses), in answers_never (test_hang.py:"
     ) in message
     assert message.strip() in str(caught.value)
     assert f"are in {folder}. If the run was only slow, raise" in str(caught.value)
-    assert "hang: nothing has moved for" in capsys.readouterr().out
+    assert "hang: no progress for" in capsys.readouterr().out
     stacks = {path.stem.rpartition("_")[0]: path.read_text() for path in folder.glob("*.txt")}
     roles = {"driver", "learner_worker_0", "TrainController", "raypo_hang_engine_0"}
     assert roles < stacks.keys()

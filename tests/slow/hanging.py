@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raypo.deployment.replica import ReplicaClient
 from raypo.learner.learner import Learner
 from raypo.learner.trained_model import TrainedModel
@@ -26,7 +28,7 @@ from tests.integration.task import pid_of
 
 PHASES = [
     *("sampling", "reward", "scoring", "update", "push", "evaluation", "collective"),
-    *("checkpoint", "upload", "worker"),
+    *("checkpoint", "upload", "worker", "controller"),
 ]
 """Phases in their order. One hangs in each attempt of the run, the first in the first."""
 LONG_S = 600.0
@@ -95,6 +97,7 @@ def plant_hangs() -> None:
         before(Rollouts, "_evaluate", lambda: stop("evaluation", "engine"))
         before(DigestedFile, "write", lambda: hang("checkpoint"))
         before(checkpoint_writer, "copy_to", lambda: hang("upload"))
+        before(Records, "report", stop_controller)
     else:
         before(Learner, "_step", lambda: hang("update"))
         before(Records, "check_stop_rules", lambda: hang("collective"))
@@ -104,6 +107,15 @@ def plant_hangs() -> None:
 def stop_worker() -> None:
     if is_due("worker"):
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_controller() -> None:
+    if is_due("controller"):
+        raylet = psutil.Process().parent()
+        assert raylet is not None
+        for process in raylet.children():
+            if "ray::TrainController" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGSTOP)
 
 
 def slow_down() -> None:

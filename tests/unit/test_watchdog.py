@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from raypo.cluster.heartbeat import Beat
-from raypo.progress import Pending
+from raypo.progress import REPORT, Pending
 from raypo.trainer.watchdog import Hang, Worker, find_hang
 
 LIMIT_S = 30.0
@@ -50,7 +50,7 @@ def test_an_engine_that_does_not_move_is_named_and_ended_also_while_a_worker_tra
 def test_the_worker_that_works_is_named_before_those_that_wait_for_it():
     hang = found(worker(0, idle(COLLECTIVE)), worker(1, idle(UPDATE)))
     assert str(hang) == (
-        "learner worker 1 does not go on in step 2 > the update, in step (engine.py:1). "
+        "learner worker 1 does not go on in step 2 > the update, in step (engine.py:1); "
         "learner worker 0 waits in step 2 > the update, in the collective all_reduce (c10d.py:1)"
     )
     assert not hang.replicas
@@ -85,7 +85,13 @@ def test_a_process_that_does_not_answer_is_named_with_its_last_work():
     assert len(hang.waiting) == 1
 
 
-def test_a_run_that_names_no_work_hangs_too():
-    hang = found(worker(0, idle_s=40.0), worker(1, idle_s=35.0))
-    assert str(hang) == "no worker says what it does"
-    assert find_hang([worker(0, idle_s=40.0), worker(1, idle_s=3.0)], LIMIT_S) is None
+def test_all_workers_have_to_be_idle_if_no_work_must_move_and_one_has_to_be_in_a_step():
+    assert found(worker(0, idle(STEP), idle_s=40.0), worker(1, idle_s=35.0)).idle_s == 36.0
+    assert find_hang([worker(0, idle(STEP), idle_s=40.0), worker(1, idle_s=3.0)], LIMIT_S) is None
+    assert find_hang([worker(0, idle_s=40.0), worker(1, idle_s=35.0)], LIMIT_S) is None
+
+
+def test_a_report_that_nobody_takes_is_the_controllers_hang():
+    report = idle(replace(STEP, name=REPORT))
+    assert found(worker(0, report), worker(1, report)).is_of_controller
+    assert not found(worker(0, report), worker(1, idle(STEP))).is_of_controller
