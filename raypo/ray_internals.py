@@ -197,7 +197,6 @@ def detect_nccl_hangs(
 
     if os.environ.get(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR) == "0":
         return
-    os.environ.setdefault(NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR, str(confirm_s))
 
     class ToConsole(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -216,7 +215,13 @@ def detect_nccl_hangs(
 
     def make_with_detector() -> list[Any]:
         others = [each for each in make() if not isinstance(each, NCCLRASCallback)]
-        return [*others, Detector()]
+        is_default = NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR not in os.environ
+        os.environ.setdefault(NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR, str(confirm_s))
+        try:
+            return [*others, Detector()]
+        finally:
+            if is_default:
+                del os.environ[NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR]
 
     trainer._create_default_callbacks = make_with_detector
 

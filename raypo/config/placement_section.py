@@ -119,7 +119,7 @@ class PlacementSection(Config):
     hang_timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Seconds without progress after which the run counts as hung, from the first weight push on.
     Progress is anything that moves: a sampled token, a scored response, a microbatch, a bucket of a
-    push, a part of a file. The run then says who waits for whom, writes the stacks of all of its
+    push, a file. The run then says who waits for whom, writes the stacks of all of its
     processes to hangs/ in its folder, and kills its learner workers. They resume from the last
     checkpoint as often as `max_failures` allows. A single call of a reward function that takes all
     responses at once may not take longer. null means no limit."""

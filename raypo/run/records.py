@@ -120,8 +120,7 @@ class Records:
             if self._interrupted or self.stopped:  # a checkpoint was due then
                 return
             self._step_started = time.perf_counter()
-            with at_work(f"step {step}", must_move=False):
-                yield step
+            yield step
 
     def note_initial(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of the initial evaluation, to report them as `eval/initial_*`."""

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from raypo.cluster.heartbeat import Beat
 from raypo.cluster.stacks import kill_processes, stacks_of
 from raypo.progress import REPORT, Pending
-from raypo.ray_internals import ActorProcess, actors_of_this_job
+from raypo.ray_internals import ActorProcess, actors_of_this_job, is_driver
 from raypo.storage.run_files import HANGS, RunFiles
 
 LOOK_EVERY_S = 0.5
@@ -176,6 +176,10 @@ class Watchdog:
         if was_away or find_hang(self._workers(), self.timeout_s) is None:
             return
         actors = actors_of_this_job()
+        if not is_driver():  # a trial of a sweep, whose job has the actors of all trials
+            ids = {beat.actor_id for beat, _ in self._beats.values()}
+            own = f"raypo:{self.files.name}:"
+            actors = [a for a in actors if a.actor_id in ids or a.name.startswith(own)]
         alive = {actor.actor_id for actor in actors}
         # A worker that has died sends no beat, and Ray Train replaces it.
         self._beats = {

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from raypo.cluster.heartbeat import Beat
+from raypo.cluster.run_monitor import Monitor
 from raypo.progress import REPORT, Pending
 from raypo.trainer.watchdog import Hang, Worker, find_hang
 
@@ -30,6 +31,15 @@ def found(*workers: Worker) -> Hang:
     hang = find_hang(workers, LIMIT_S)
     assert hang is not None
     return hang
+
+
+def test_the_monitor_keeps_the_last_beat_of_each_worker():
+    monitor = Monitor()
+    first, second, other = Beat(0, "a"), Beat(0, "a", idle_s=2.0), Beat(1, "b")
+    for beat in (first, second, other):
+        monitor.beat(beat)
+    assert monitor.drain({}) == [("beat", second), ("beat", other)]
+    assert monitor.drain({}) == []
 
 
 def test_a_run_of_which_anything_moves_does_not_hang():
