@@ -40,11 +40,16 @@ def test_what_moves_moves_the_work_around_it_in_threads_and_coroutines_too(
     async def moving() -> None:
         moved()
 
+    def do_part() -> None:
+        with at_work("part"):
+            pass
+
     with at_work("step 1", must_move=False):
         for move in (
             lambda: daemon_future(moved, name="test").result(),
             lambda: background_future(moving()).result(),
             moved,
+            do_part,
         ):
             time.sleep(0.05)
             assert pending("step 1").idle_s >= 0.05
