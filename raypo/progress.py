@@ -113,6 +113,15 @@ def moved() -> None:
         work.moved()
 
 
+def forget_pending() -> None:
+    """Leave out the work that has not ended yet.
+
+    The trial of a reward function before the start may hang forever, while the run goes on.
+    """
+    with _lock:
+        _works.clear()
+
+
 def idle_s() -> float:
     """Return the seconds since any work of this process has moved."""
     return time.monotonic() - _moved_at

@@ -51,6 +51,7 @@ def heartbeat(tell: MonitorClient, rank: int, timeout_s: float | None) -> Iterat
     if timeout_s is None:
         yield
         return
+    progress.forget_pending()
     actor_id, is_over = str(ray.get_runtime_context().get_actor_id()), threading.Event()
 
     def send() -> None:

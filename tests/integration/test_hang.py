@@ -14,8 +14,9 @@ TIMEOUT_S = 6.0
 
 
 def answers_never(rollouts: list[Rollout]) -> list[float]:
-    time.sleep(600.0)
-    return []
+    if len(rollouts) == 32:  # not in the trial before the start
+        time.sleep(600.0)
+    return [0.0] * len(rollouts)
 
 
 def test_a_reward_function_that_never_answers_is_named_and_the_run_ends(

@@ -87,6 +87,23 @@ def test_a_thread_that_waits_for_another_is_told_from_one_that_works(event: thre
     assert "sleep (test_progress.py:" in pending("sleeping").place
 
 
+def test_work_that_never_ended_before_the_start_is_forgotten(event: threading.Event):
+    begun = threading.Event()
+
+    def trial() -> None:
+        with at_work("the reward function"):
+            begun.set()
+            event.wait()
+
+    daemon_future(trial, name="test")
+    begun.wait()
+    assert pending("the reward function")
+    progress.forget_pending()
+    assert progress.pending() == []
+    with at_work("step 1"):
+        assert pending("step 1")
+
+
 def test_equal_work_is_told_once_as_the_oldest(event: threading.Event):
     async def call() -> None:
         with at_work("engine 0 (submit)", replica="raypo:run:engine:0", in_thread=False):
