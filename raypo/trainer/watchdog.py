@@ -23,6 +23,9 @@ from raypo.ray_internals import ActorProcess, actors_of_this_job, is_driver
 from raypo.storage.run_files import HANGS, RunFiles
 
 LOOK_EVERY_S = 0.5
+LONGEST_SILENCE_S = 540.0
+"""Seconds without a beat after which a worker hangs in any case. Ray Train (2.60) ends a worker
+that does not answer for 600 s, without a word about what it did."""
 CONTROLLER = "TrainController"
 """Class of Ray Train's controller, an actor without a name."""
 MOST_WAITING = 4
@@ -74,9 +77,11 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
 
     If no thread stands still in work of its own, replicas are blamed, then work that must move.
     """
-    if (idle_s := _idle_s(workers)) < timeout_s:
+    silence_s = min(timeout_s, LONGEST_SILENCE_S)
+    silent = [worker for worker in workers if worker.age_s >= silence_s]
+    idle_s = max([_idle_s(workers), *(worker.age_s for worker in silent)])
+    if idle_s < timeout_s and not silent:
         return None
-    silent = [worker for worker in workers if worker.age_s >= timeout_s]
     stands = [
         (worker, work)
         for worker in workers
@@ -113,10 +118,9 @@ def _idle_s(workers: Sequence[Worker]) -> float:
             if work.must_move:
                 idle_s = worker.idle_of(work)
                 least[work.name] = min(least.get(work.name, idle_s), idle_s)
-    idle_s = max([0.0, *least.values(), *(worker.age_s for worker in workers)])
     if any(worker.beat.pending for worker in workers):  # the start of engines has its own limit
-        idle_s = max(idle_s, min(worker.idle_s for worker in workers))
-    return idle_s
+        least[""] = min(worker.idle_s for worker in workers)
+    return max(least.values(), default=0.0)
 
 
 def _clause(worker: Worker, work: Pending) -> str:

@@ -95,6 +95,9 @@ def test_a_process_that_does_not_answer_is_named_with_its_last_work():
     assert len(hang.waiting) == 1
     silent = found(worker(0, CALL, UPDATE), worker(1, STEP, age_s=31.0))
     assert str(silent).startswith("learner worker 1 does not answer")
+    # Before Ray Train ends it.
+    assert find_hang([worker(0, CALL), worker(1, STEP, age_s=541.0)], 1800.0) is not None
+    assert find_hang([worker(0, CALL), worker(1, STEP, age_s=500.0)], 1800.0) is None
 
 
 def test_all_workers_have_to_be_idle_if_no_work_must_move_and_one_has_to_be_in_a_step():
