@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
+from ray.actor import ActorHandle
 
 from raypo import progress
-from raypo.cluster.run_monitor import MonitorClient
 from raypo.progress import Pending
 
 LONGEST_PERIOD_S = 10.0
@@ -40,15 +40,15 @@ class Beat:
 
 
 @contextmanager
-def heartbeat(tell: MonitorClient, rank: int, timeout_s: float | None) -> Iterator[None]:
+def heartbeat(monitor: ActorHandle | None, rank: int, timeout_s: float | None) -> Iterator[None]:
     """Send beats in this context.
 
     Args:
-        tell: Client of the run's monitor.
+        monitor: The run's monitor. None, for a run without a driver of raypo, sends nothing.
         rank: Rank of this learner worker.
         timeout_s: Seconds without progress after which the run counts as hung. None sends nothing.
     """
-    if timeout_s is None:
+    if monitor is None or timeout_s is None:
         yield
         return
     progress.forget_pending()
@@ -58,14 +58,15 @@ def heartbeat(tell: MonitorClient, rank: int, timeout_s: float | None) -> Iterat
         while not is_over.wait(min(timeout_s / 5, LONGEST_PERIOD_S)):
             idle_s, pending = progress.idle_s(), tuple(progress.pending())
             is_slow = any(work.idle_s > timeout_s / 2 for work in pending)
-            tell.beat(Beat(rank, actor_id, idle_s, pending, _stacks() if is_slow else ""))
+            stacks = _stacks() if is_slow else ""
+            monitor.beat.remote(Beat(rank, actor_id, idle_s, pending, stacks))
 
     threading.Thread(target=send, name="raypo-heartbeat", daemon=True).start()
     try:
         yield
     finally:
         is_over.set()
-        tell.beat(Beat(rank, actor_id, is_last=True))
+        monitor.beat.remote(Beat(rank, actor_id, is_last=True))
 
 
 def _stacks() -> str:

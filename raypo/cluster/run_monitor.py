@@ -136,11 +136,6 @@ class MonitorClient:
         """Report a line of text for the user."""
         self._tell("message", text)
 
-    def beat(self, beat: Any) -> None:
-        """Report what this worker works on (`raypo.cluster.heartbeat`)."""
-        if self._monitor is not None:
-            self._monitor.beat.remote(beat)
-
     def event(self, key: str, text: str) -> None:
         """Report a line that other workers may report, too. It is shown once."""
         if self._monitor is not None:

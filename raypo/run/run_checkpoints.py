@@ -18,7 +18,6 @@ from torch import Tensor
 
 from raypo.cluster.hardware import available_memory
 from raypo.cluster.heartbeat import heartbeat
-from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config.auto_values import SNAPSHOT_SHARE
 from raypo.learner.export import Export, NamedWeights
@@ -117,8 +116,7 @@ class Checkpoints:
         if run.workers.rank == 0:
             run.files.clear_stages()
         limit_s = run.config.placement.hang_timeout_s
-        beats = MonitorClient(run.runtime.monitor)
-        run.at_end.enter_context(heartbeat(beats, run.workers.rank, limit_s))
+        run.at_end.enter_context(heartbeat(run.runtime.monitor, run.workers.rank, limit_s))
         return state
 
     def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
