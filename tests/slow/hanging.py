@@ -122,7 +122,7 @@ def slow_down() -> None:
     def wait(seconds: float) -> Callable[[], None]:
         return lambda: time.sleep(seconds if Now.name == "slow" else 0.0)
 
-    before(TrainedModel, "backward", wait(0.5))
+    before(TrainedModel, "backward", wait(2.0))
     before(DigestedFile, "write", wait(0.05))
 
 
@@ -131,7 +131,7 @@ def reward(
 ) -> float:
     hang("reward")
     if Now.name == "slow":
-        time.sleep(0.4)
+        time.sleep(0.5)
     return sum(map(str.isdigit, solution_str)) / max(len(solution_str), 1)
 
 
