@@ -44,8 +44,13 @@ def test_a_reward_function_that_never_answers_is_named_and_the_run_ends(
     assert message.strip() in str(caught.value)
     assert f"are in {folder}. If the run was only slow, raise" in str(caught.value)
     assert "hang: no progress for" in capsys.readouterr().out
-    stacks = {path.stem.rpartition("_")[0]: path.read_text() for path in folder.glob("*.txt")}
+    # Their names end with the process id.
+    stacks = {
+        path.stem.rpartition("_")[0]: path.read_text() for path in folder.glob("*_*[0-9].txt")
+    }
     roles = {"driver", "learner_worker_0", "TrainController", "raypo_hang_engine_0"}
     assert roles < stacks.keys()
     assert "answers_never (test_hang.py:" in stacks["learner_worker_0"]
-    assert "fit (trainer.py:" in stacks["driver"]
+    assert "fit (raypo/trainer/trainer.py:" in stacks["driver"]
+    own = (folder / "learner_worker_0_python.txt").read_text()
+    assert "in answers_never" in own
