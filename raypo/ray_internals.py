@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -56,6 +58,35 @@ def readiness(actor: ActorHandle) -> Any:
 def cause_of(failure: BaseException) -> BaseException:
     """Return the exception of a Ray Train worker, unwrapped from Ray Train's own exception."""
     return getattr(failure, "_base_exc", failure)
+
+
+@dataclass(frozen=True)
+class ActorProcess:
+    """The process of an actor that is alive."""
+
+    actor_id: str
+    name: str
+    """Name of the actor, or of its class if it has none."""
+    node_id: str
+    pid: int
+
+
+def actors_of_this_job() -> list[ActorProcess]:
+    """Return the processes of all living actors of this process's job."""
+    import ray
+    from ray._private.state import state
+
+    job_id = ray.get_runtime_context().get_job_id()
+    table = state.actor_table(None, ray.JobID.from_hex(job_id), "ALIVE")
+    return [
+        ActorProcess(
+            actor_id,
+            actor["Name"] or actor["ActorClassName"],
+            actor["Address"]["NodeID"],
+            actor["Pid"],
+        )
+        for actor_id, actor in table.items()
+    ]
 
 
 def failed_to_start(failure: BaseException) -> bool:
@@ -142,6 +173,57 @@ def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
         return [each for each in make() if type(each).__name__ not in names]
 
     trainer._create_default_callbacks = make_others
+
+
+def detect_nccl_hangs(
+    trainer: TorchTrainer, tell: Callable[[str], object], *, confirm_s: float
+) -> None:
+    """Add Ray Train's detector of NCCL hangs to a trainer, and pass on its words.
+
+    Ray would only log them, in its controller. The detector observes: it names the ranks that lag,
+    and writes their stacks to `hang_detector/` in the run's folder. Variables of the user
+    (RAY_TRAIN_ENABLE_NCCL_HANG_DETECTOR=0, RAY_TRAIN_NCCL_RAS_*) take precedence.
+
+    Args:
+        trainer: The trainer.
+        tell: Callback for a message. It is pickled.
+        confirm_s: Seconds without progress after which the detector reports a hang.
+    """
+    from ray.train.v2._internal.callbacks.nccl_ras import NCCLRASCallback
+    from ray.train.v2._internal.constants import (
+        ENABLE_NCCL_HANG_DETECTOR_ENV_VAR,
+        NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR,
+    )
+
+    if os.environ.get(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR) == "0":
+        return
+
+    class ToConsole(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # NCCL's wheels lack the program `ncclras`, so most runs go without the detector.
+            if not record.getMessage().startswith("`ncclras`"):
+                tell(f"Ray Train: {record.getMessage()}")
+
+    class Detector(NCCLRASCallback):
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            logger = logging.getLogger(NCCLRASCallback.__module__)
+            if not any(type(handler).__name__ == "ToConsole" for handler in logger.handlers):
+                logger.addHandler(ToConsole(logging.WARNING))
+            super().after_worker_group_start(worker_group)
+
+    make = trainer._create_default_callbacks
+
+    def make_with_detector() -> list[Any]:
+        others = [each for each in make() if not isinstance(each, NCCLRASCallback)]
+        is_default = NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR not in os.environ
+        os.environ.setdefault(NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR, str(confirm_s))
+        try:
+            return [*others, Detector()]
+        finally:
+            if is_default:
+                del os.environ[NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR]
+
+    trainer._create_default_callbacks = make_with_detector
 
 
 def run_controllers_here(trainer: TorchTrainer) -> None:

@@ -35,6 +35,8 @@ class Monitor:
         self._attempts = 0
         self._group: PlacementGroup | None = None
         self._driver: list[dict[str, float]] = []
+        self._beats: dict[int, Any] = {}
+        """The last beat of each worker by rank, since the last `drain`."""
 
     def tell(self, kind: str, content: Any) -> None:
         """Buffer an event for the driver."""
@@ -47,13 +49,18 @@ class Monitor:
             self.tell("message", text)
         self._told[key] = now
 
+    def beat(self, beat: Any) -> None:
+        """Keep a worker's beat (`raypo.cluster.heartbeat`) for the driver, in place of its last."""
+        self._beats[beat.rank] = beat
+
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
         """Record the driver's memory, and return the events since the last call, in order.
 
         Args:
             memory: Memory of the driver, from `raypo.metrics.process_memory`.
         """
-        events, self._events, self._driver = self._events, [], [memory]
+        events = [*self._events, *(("beat", beat) for beat in self._beats.values())]
+        self._events, self._beats, self._driver = [], {}, [memory]
         return events
 
     def driver_memory(self) -> list[dict[str, float]]:

@@ -116,9 +116,23 @@ class PlacementSection(Config):
     """CPU cores of each dedicated bundle. The replicas in a bundle use its cores in turns."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
+    hang_timeout_s: float | None = Field(default=1800.0, gt=0.0)
+    """Seconds without progress after which the run counts as hung, from the first weight push on.
+    Progress is anything that moves: a sampled token, a scored response, a microbatch, a bucket of a
+    push, a file. The run then says who waits for whom, writes the stacks of all of its
+    processes to hangs/ in its folder, and kills its learner workers. They resume from the last
+    checkpoint as often as `max_failures` allows. A single call of a reward function that takes all
+    responses at once may not take longer. null means no limit."""
     deployment: DeploymentSection = DeploymentSection()
 
     def _problems(self) -> Iterator[str]:
+        period = self.deployment.health_check_period_s
+        if self.hang_timeout_s is not None and self.hang_timeout_s < 2 * period:
+            yield (
+                f"placement.hang_timeout_s ({self.hang_timeout_s:g}): must be at least twice "
+                f"placement.deployment.health_check_period_s ({period:g}), by which the progress "
+                "of engines is read. Raise it, or lower that period."
+            )
         key = "placement.label_selector"
         roles: tuple[RoleKind, ...] = get_args(RoleKind)
         groups = {role: self.group_of(role) for role in roles}

@@ -42,6 +42,7 @@ from raypo.cluster.devices import narrowed
 from raypo.concurrency import background_future, daemon_future
 from raypo.deployment.gauges import export_gauges
 from raypo.deployment.spec import Call, Deployment, Status, Unprepared
+from raypo.progress import Work, at_work
 from raypo.tracking.logs import CONSOLE_KEY, log_to_file
 from raypo.tracking.trace import note_call
 
@@ -99,6 +100,10 @@ class ReplicaClient:
         self._avoid_until = 0.0
         self._down_since: float | None = None
         self._health_checks: asyncio.Task[None] | None = None
+        self._calls: set[Work] = set()
+        """Calls of this process that wait for the replica, for the watchdog."""
+        self._num_moves = 0
+        """`Status.num_moves` at the last health check."""
 
     def __reduce__(self) -> Any:
         return ReplicaClient, (self.limits, self.namespace, self.index)
@@ -181,6 +186,10 @@ class ReplicaClient:
             self._note_error(error)
             return False
         self._note_reply(status.problem)
+        if status.num_moves != self._num_moves:
+            self._num_moves = status.num_moves
+            for call in self._calls:
+                call.moved()
         return status.problem is None
 
     async def end(self, grace_s: float) -> None:
@@ -206,8 +215,14 @@ class ReplicaClient:
         self.num_waiting += 1
         if self._health_checks is None:
             self._health_checks = asyncio.create_task(self._check_health())
+        name = f"{self.limits.role} {self.index} ({method})"
         try:
-            yield
+            with at_work(name, replica=self.name, in_thread=False) as call:
+                self._calls.add(call)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call)
         except RayError as error:
             self._note_error(error)
             raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from None
@@ -417,7 +432,8 @@ class Replica:
         if problem is not None:
             self._end_soon()
         node_id = ray.get_runtime_context().get_node_id()
-        return Status(node_id, os.getpid(), self._num_calls(), problem)
+        num_moves = getattr(self._target, "num_moves", lambda: 0)()
+        return Status(node_id, os.getpid(), self._num_calls(), problem, num_moves)
 
     async def drain(self) -> None:
         """Wait until all ongoing requests have ended."""

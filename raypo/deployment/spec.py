@@ -19,9 +19,10 @@ Prerequisite = tuple[str, tuple[Any, ...]]
 class Deployment:
     """Specification of a plain class that runs as replicas. Field names follow Ray Serve.
 
-    The class may have two methods that replicas call. `check_health` raises if the object can no
+    The class may have three methods that replicas call. `check_health` raises if the object can no
     longer work. `stalled_s` returns the seconds since the last progress. If either reports a
-    problem, the replica ends its process, and Ray restarts it.
+    problem, the replica ends its process, and Ray restarts it. `num_moves` counts the steps of its
+    work, by which callers see that it goes on.
     """
 
     name: str
@@ -108,3 +109,5 @@ class Status:
     """Number of requests that run or wait."""
     problem: str | None = None
     """Reason why the object cannot go on. The replica then ends its process."""
+    num_moves: int = 0
+    """Number of steps of its work, such as engine steps, that the object has done so far."""

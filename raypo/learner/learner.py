@@ -38,6 +38,7 @@ from raypo.models.networks import Policy
 from raypo.models.warm_up import warm_up
 from raypo.ppo.custom_functions import surrogate_of
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
+from raypo.progress import at_work
 from raypo.seeds import SeedWord
 from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
@@ -141,6 +142,7 @@ class Learner:
         assert self._trained_policy is not None, "asked of the policy's workers only"
         return self._trained_policy
 
+    @at_work("the log-probs")
     def with_log_probs_and_values(self, experience: Experience) -> Experience:
         """Add `old_log_probs` and, with a critic, `values` to the experience.
 
@@ -180,6 +182,7 @@ class Learner:
             experience = experience.with_(old_log_probs=old)
         return experience
 
+    @at_work("the update")
     def update(
         self,
         experience: Experience,

@@ -20,6 +20,7 @@ from raypo.learner.tasks import Item, Sums, Task
 from raypo.learner.trained_model import TrainedModel
 from raypo.metrics.reduce import WeightedMeans
 from raypo.models.lora import adapter_off
+from raypo.progress import at_work
 from raypo.types import Experience
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class SupervisedLearner(Generic[Item]):
         """Name of the saved model's folder in the run's folder."""
         return self.task.name
 
+    @at_work("the update")
     def update(self, items: Sequence[Item], *, step: int) -> dict[str, float]:
         """Run one optimizer step on this worker's share of a batch.
 
@@ -91,6 +93,7 @@ class SupervisedLearner(Generic[Item]):
         return metrics if norm is None else metrics | {"train/grad_norm": norm}
 
     @torch.no_grad()
+    @at_work("the held-out loss")
     def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
         """Return metrics `eval/*` of held-out examples, reduced over workers."""
         means = WeightedMeans()

@@ -40,6 +40,7 @@ from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
 from raypo.models.shares import has_shards, is_sharded, own_shard, whole_bytes
+from raypo.progress import moved
 
 GATHER_BYTES = 1 << 25
 """Size of the tensors that are gathered together at ZeRO stage 3: a layer of a small model. They
@@ -123,6 +124,7 @@ class TrainedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
+        moved()
         return self._engine(*args, **kwargs)
 
     @property
@@ -148,6 +150,7 @@ class TrainedModel:
         """Accumulate the gradients of this worker's loss. A step's loss is the sum over workers."""
         with compiled_only_on_gpus() if self._is_muon else nullcontext():
             self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
+        moved()
 
     def step(self) -> tuple[bool, float | None]:
         """Update the weights with the accumulated gradients.
@@ -195,6 +198,7 @@ class TrainedModel:
         """
         is_sharded = self._stage == 3
         for together in _in_buckets(weights):
+            moved()
             parts = list(dict.fromkeys(part for weight in together for part in weight.parts))
             if is_sharded:
                 self._reserve(sum(map(whole_bytes, parts)))

@@ -11,6 +11,7 @@ from typing import Any
 from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name, load_function
 from raypo.custom.process_pool import CallTimeout, ProcessDied, UserCodePool
+from raypo.progress import moved
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout
@@ -69,6 +70,7 @@ class PooledReward:
                 if isinstance(answer, RewardError):
                     raise answer
                 scores += answer
+                moved()
         except BaseException:
             for future in futures:
                 future.cancel()

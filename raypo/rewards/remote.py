@@ -20,6 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from raypo.progress import moved
 from raypo.rewards.wire import from_answer, to_request
 from raypo.types import Rollout
 
@@ -132,6 +133,7 @@ class JsonServers:
                     raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
                 finally:
                     num_in_flight[url] -= 1
+                    moved()
         raise AssertionError("reraise=True leaves no way here")
 
     async def _attempt(

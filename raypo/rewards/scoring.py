@@ -25,6 +25,7 @@ from raypo.custom.loader import (
     takes_columns,
     takes_ground_truth,
 )
+from raypo.progress import at_work, moved
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -143,14 +144,16 @@ def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
         RewardError: the function returns a list of another length, or no list.
         Exception: any error of the function.
     """
-    if takes_columns(function):
-        answer = function(**_columns(function, rollouts))
-    elif takes_ground_truth(function):
-        answer = _one_by_one(function, rollouts)
-    else:
-        answer = function(rollouts)
-    answer = _awaited(answer) if inspect.isawaitable(answer) else answer
-    return _as_list(answer, len(rollouts), f"the reward function {function_name(function)}")
+    name = f"the reward function {function_name(function)}"
+    with at_work(f"{name} ({len(rollouts)} responses)"):
+        if takes_columns(function):
+            answer = function(**_columns(function, rollouts))
+        elif takes_ground_truth(function):
+            answer = _one_by_one(function, rollouts)
+        else:
+            answer = function(rollouts)
+        answer = _awaited(answer) if inspect.isawaitable(answer) else answer
+    return _as_list(answer, len(rollouts), name)
 
 
 def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, list[Any]]:
@@ -197,6 +200,7 @@ def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
             "extra_info": row.get("extra_info") or {},
         }
         answers.append(function(**{name: values[name] for name in passed}))
+        moved()
     if answers and all(map(inspect.isawaitable, answers)):
         return _gathered(answers)
     return answers
@@ -209,7 +213,12 @@ def has_ground_truth(row: Mapping[str, Any]) -> bool:
 
 
 async def _gathered(answers: list[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*answers))
+    async def answer_of(awaitable: Awaitable[Any]) -> Any:
+        answer = await awaitable
+        moved()
+        return answer
+
+    return list(await asyncio.gather(*map(answer_of, answers)))
 
 
 class WeightedSum:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from raypo.concurrency import daemon_future
 from raypo.config import RewardSection, SampledModelSection
 from raypo.rewards.scoring import LARGEST, FailedScore, RewardFunction, parts_of, score, texts_of
 from raypo.types import Rollout, RolloutKey
@@ -209,7 +210,7 @@ class _FunctionQueue:
             self._num_left += len(rollouts)
             if self._num_free:
                 self._num_free -= 1
-                threading.Thread(target=self._work, daemon=True).start()
+                daemon_future(self._work, name="raypo-scores")
 
     def scores(self) -> dict[RolloutKey, float]:
         """Wait for the scores of all rollouts, and return them.

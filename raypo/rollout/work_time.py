@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from raypo.progress import at_work
 from raypo.rollout.event_loop import leave
 
 T = TypeVar("T")
@@ -44,8 +45,10 @@ class WorkTime:
         """
 
         async def begin() -> T:
-            await self.resume()
-            return await work()
+            name = f"the method {self._method} of the environment or agent"
+            with at_work(name, must_move=False, in_thread=False):
+                await self.resume()
+                return await work()
 
         task, late = asyncio.create_task(begin()), asyncio.create_task(self._is_late.wait())
         try:

@@ -21,6 +21,7 @@ from typing import Any
 import ray.train
 from ray.train import Checkpoint
 
+from raypo.progress import at_work
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.storage.folder import copy_to
 from raypo.storage.retries import retried
@@ -70,11 +71,13 @@ class CheckpointWriter:
             self._attempt = attempt = Future[None]() if first.done() else first
             try:
                 if staged.write is not None and not is_written:
-                    staged.write()
+                    with at_work(f"writing the checkpoint of step {step}"):
+                        staged.write()
                     is_written = True
-                self._files.sync(models=True)
-                move = _move_into_place if self._files.is_local else self._upload
-                final = move(checkpoint, name)
+                with at_work(f"storing the checkpoint of step {step} in {self._files.location}"):
+                    self._files.sync(models=True)
+                    move = _move_into_place if self._files.is_local else self._upload
+                    final = move(checkpoint, name)
             except BaseException as error:
                 attempt.set_exception(error)
                 raise

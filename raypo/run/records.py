@@ -23,6 +23,7 @@ from raypo.config import CheckpointSection
 from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
+from raypo.progress import REPORT, at_work
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.checkpoint_writer import CheckpointWriter, Staged
 from raypo.run.rollout_metrics import sample_row, speed_metrics
@@ -146,6 +147,7 @@ class Records:
             self._write_samples(step, partial(list, map(sample_row, samples)), self._run.workers)
             raise
 
+    @at_work("the callbacks")
     def call_callbacks(
         self, step: int, metrics: Mapping[str, float], samples: Sequence[Rollout]
     ) -> dict[str, float]:
@@ -256,15 +258,16 @@ class Records:
         # Trials report synchronously nevertheless, so as not to run ahead of Tune's decisions.
         is_sync = run.runtime.is_trial or not is_beside
         try:
-            ray.train.report(
-                report_for_ray(step, metrics, run.config.checkpoint),
-                checkpoint=checkpoint,
-                checkpoint_upload_mode=CheckpointUploadMode.SYNC
-                if is_sync
-                else CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=complete,
-                delete_local_checkpoint_after_upload=False,  # `complete` does it
-            )
+            with at_work(REPORT, must_move=False):
+                ray.train.report(
+                    report_for_ray(step, metrics, run.config.checkpoint),
+                    checkpoint=checkpoint,
+                    checkpoint_upload_mode=CheckpointUploadMode.SYNC
+                    if is_sync
+                    else CheckpointUploadMode.ASYNC,
+                    checkpoint_upload_fn=complete,
+                    delete_local_checkpoint_after_upload=False,  # `complete` does it
+                )
         except BaseException:
             self.checkpoints.forget()
             raise

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from raypo.concurrency import daemon_future
 from raypo.config import FilterSection, OnlineConfig, PPOConfig
 from raypo.metrics.clock import Clock, Span
+from raypo.progress import at_work
 from raypo.rollout.batch_scoring import Scorer, Scoring
 from raypo.rollout.collect import Sampler
 from raypo.rollout.controller import RolloutController
@@ -162,6 +163,7 @@ class Rollouts:
             score = metrics["eval/score_mean"]
             self._run.tell.message(f"before the first update: eval {score:+.3f}")
 
+    @at_work("the evaluation", must_move=False)
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the policy on the held-out prompts after a step, with the engines' weights.
 
@@ -223,15 +225,17 @@ class Rollouts:
         This is called once for a step's prompts, and again to replace groups that `ppo.filter`
         drops. Its thread is one of the controller's.
         """
-        self._phases.turn(Phase.GENERATE)
         scoring = Scoring(self._scorer)
-        rollouts = self._sampler.sample(
-            prompts,
-            on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
-        )
+        with at_work("sampling", must_move=False):
+            self._phases.turn(Phase.GENERATE)
+            rollouts = self._sampler.sample(
+                prompts,
+                on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
+            )
         clock.lap("time/generate_s")
-        self._phases.turn(Phase.SCORE, before_push=not self._run.config.is_refilled)
-        scored = scoring.results(rollouts)
+        with at_work("scoring", must_move=False):
+            self._phases.turn(Phase.SCORE, before_push=not self._run.config.is_refilled)
+            scored = scoring.results(rollouts)
         clock.lap("time/score_s")
         return scored
 

@@ -17,6 +17,7 @@ from ray.train import Checkpoint, CheckpointConsistencyMode
 from torch import Tensor
 
 from raypo.cluster.hardware import available_memory
+from raypo.cluster.heartbeat import heartbeat
 from raypo.collectives import Workers
 from raypo.config.auto_values import SNAPSHOT_SHARE
 from raypo.learner.export import Export, NamedWeights
@@ -24,6 +25,7 @@ from raypo.learner.host_copies import HostCopies, tensors_in
 from raypo.learner.learner import Learner
 from raypo.learner.state import StateFiles, write_tensors
 from raypo.learner.supervised import SupervisedLearner
+from raypo.progress import at_work
 from raypo.run.checkpoint_writer import Staged
 from raypo.run.records import Records
 from raypo.run.rollouts import Rollouts
@@ -113,6 +115,8 @@ class Checkpoints:
                 run.files.truncate(after_step=0)
         if run.workers.rank == 0:
             run.files.clear_stages()
+        limit_s = run.config.placement.hang_timeout_s
+        run.at_end.enter_context(heartbeat(run.runtime.monitor, run.workers.rank, limit_s))
         return state
 
     def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
@@ -149,6 +153,7 @@ class Checkpoints:
         self._restore_records(state, is_own=is_own)
         return state
 
+    @at_work("the checkpoint")
     def save(self, step: int, metrics: dict[str, float], state: Mapping[str, Any]) -> Staged:
         """Save a checkpoint and the models, and link the best models so far into `best/`.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypo.config import OnlineConfig
 from raypo.metrics.clock import Clock, Span
+from raypo.progress import at_work
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints
@@ -47,30 +48,31 @@ def run_steps(
     """
     config = run.config
     for step in records.steps():  # ends when a stop rule or the driver says so
-        clock = Clock()
-        result = train_step(step, clock)
-        metrics = result.metrics
-        is_evaluated = config.eval.is_due(step, last_step=config.num_steps)
-        if is_evaluated:
-            metrics |= evaluate(step)
-        clock.lap("time/held_out_s")
-        if records.callbacks:
-            metrics |= records.call_callbacks(step, metrics, result.samples)
-            clock.lap("time/callbacks_s")
-        records.check_stop_rules(step, metrics)
-        checkpoint = None
-        if records.is_checkpoint_due(step):
-            checkpoint = checkpoints.save(step, metrics, result.state)
-        clock.lap("time/checkpoint_s")
-        # A report waits until Ray Train has polled the last one, which takes longer than a step on
-        # examples.
-        to_ray = is_evaluated or isinstance(config, OnlineConfig)
-        records.report(
-            step,
-            metrics,
-            clock,
-            checkpoint,
-            spans=result.spans(),
-            rates=result.rates,
-            to_ray=to_ray,
-        )
+        with at_work(f"step {step}", must_move=False):
+            clock = Clock()
+            result = train_step(step, clock)
+            metrics = result.metrics
+            is_evaluated = config.eval.is_due(step, last_step=config.num_steps)
+            if is_evaluated:
+                metrics |= evaluate(step)
+            clock.lap("time/held_out_s")
+            if records.callbacks:
+                metrics |= records.call_callbacks(step, metrics, result.samples)
+                clock.lap("time/callbacks_s")
+            records.check_stop_rules(step, metrics)
+            checkpoint = None
+            if records.is_checkpoint_due(step):
+                checkpoint = checkpoints.save(step, metrics, result.state)
+            clock.lap("time/checkpoint_s")
+            # A report waits until Ray Train has polled the last one, which takes longer than a step
+            # on examples.
+            to_ray = is_evaluated or isinstance(config, OnlineConfig)
+            records.report(
+                step,
+                metrics,
+                clock,
+                checkpoint,
+                spans=result.spans(),
+                rates=result.rates,
+                to_ray=to_ray,
+            )

@@ -14,6 +14,7 @@ from raypo.config import OnlineConfig
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.learner.supervised import SupervisedLearner
+from raypo.progress import at_work
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
@@ -82,6 +83,7 @@ class WeightPusher:
         """Repeat the last push, before the learner has updated its weights."""
         self._last_push()
 
+    @at_work("the push of the weights")
     def push(self, learner: AnyLearner, *, version: int) -> dict[str, float]:
         """Push the learner's weights to the engines.
 

@@ -240,6 +240,10 @@ class Engine:
         """Return how long the current step or push has been running, in seconds, or 0 if idle."""
         return self._loop.progress.stalled_s()
 
+    def num_moves(self) -> int:
+        """Return the number of engine steps and of other pieces of work so far."""
+        return self._loop.progress.num_moves
+
     def load_summary(self) -> tuple[Load, LoadSummary]:
         """Return the load, and its means and peaks since the last call of this method.
 

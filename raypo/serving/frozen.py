@@ -70,6 +70,10 @@ class FrozenModel:
         """Return how long the current forward pass has been running, in seconds, or 0 if idle."""
         return self._progress.stalled_s()
 
+    def num_moves(self) -> int:
+        """Return the number of forward passes so far."""
+        return self._progress.num_moves
+
     def peak_memory(self) -> dict[str, float]:
         """Return the peak memory of this process, in GB."""
         return peak_memory()

@@ -18,6 +18,8 @@ IDLE_S = 0.05
 class Progress:
     """Time of the last progress. Written by the working thread, read by any thread."""
 
+    num_moves: int = 0
+    """Number of steps so far."""
     _since: float | None = None
 
     @contextmanager
@@ -32,6 +34,7 @@ class Progress:
     def step(self) -> None:
         """Record progress: a part of the work is done."""
         self._since = time.monotonic()
+        self.num_moves += 1
 
     def stalled_s(self) -> float:
         """Return the seconds since the last progress, or 0 if idle."""

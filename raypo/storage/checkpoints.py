@@ -15,6 +15,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from raypo.config import ConfigError
+from raypo.progress import moved
 from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import BEST, RunFiles
@@ -123,6 +124,7 @@ class DigestedFile:
         """Write all bytes and add them to the digest."""
         self._digest.update(data)
         written = self._file.write(data)
+        moved()
         self._size += written
         return written
 

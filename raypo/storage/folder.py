@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from raypo.config import ConfigError
+from raypo.progress import moved
 from raypo.storage.retries import retried
 from raypo.storage.temporary import temporary_folder
 
@@ -341,6 +342,7 @@ def copy_to(
         copy_files(str(path), target, LocalFileSystem(), file_system)
 
     retried(copy, f"copying {path.name} to {target}", tell=tell)
+    moved()
 
 
 def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
+HANGS = "hangs"
+"""Folder with the stacks of a run's processes, a folder for each hang."""
 BEST = "best"
 """Folder with the models of the best step by `checkpoint.best_by`, and a file with that step."""
 _MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
@@ -49,7 +51,7 @@ _BEFORE_CONFIG = re.compile(
 )
 """Files that a run may leave if it dies before it writes its config. The marker is Ray Train's."""
 _WRITTEN = re.compile(
-    rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|checkpoint_.*|"
+    rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|{HANGS}|checkpoint_.*|"
     rf"{'|'.join(_MODELS)}"
 )
 """Names that a run writes. A user's own files, such as its log, may lie beside them."""

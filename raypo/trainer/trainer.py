@@ -62,6 +62,7 @@ from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
 from raypo.ray_internals import (
+    detect_nccl_hangs,
     has_autoscaler,
     is_driver,
     leave_out_callbacks,
@@ -94,6 +95,7 @@ from raypo.trainer.watch import (
     stop_on_signal,
     told_briefly,
 )
+from raypo.trainer.watchdog import Watchdog
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
@@ -362,6 +364,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         started = began - earlier_s
         monitor = start_monitor(self.config.name)
         self._show_prints_of_callbacks(monitor)
+        if self._use_gpu and self.config.learner.num_workers != 1:
+            detect_nccl_hangs(
+                self,
+                partial(monitor.tell.remote, "message"),
+                confirm_s=(self.config.placement.hang_timeout_s or 1200.0) / 2,
+            )
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
@@ -475,12 +483,19 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "Stopping after this step, with a checkpoint; interrupt again to stop immediately."
             )
 
+        watchdog = Watchdog(
+            self.config.placement.hang_timeout_s,
+            self.config.max_failures,
+            self._files,
+            console.message,
+        )
         with stop_on_signal(stop):
             # Ray Train overrides the handler of Ctrl-C, but only in the main thread.
             outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
-                show_events(console, monitor)
+                show_events(console, monitor, watchdog.note)
+                watchdog.look()
                 if self._is_unwanted():
                     monitor.request_stop.remote()
                 if time.monotonic() > deadline:
@@ -490,8 +505,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         f"{after_s:g} s have passed (stop.after_s): stopping after this step, "
                         "with a checkpoint; the same command resumes the run."
                     )
-            show_events(console, monitor)
-            return outcome.result()
+            show_events(console, monitor, watchdog.note)
+            try:
+                return outcome.result()
+            except (WorkerGroupError, ControllerError) as error:
+                if watchdog.hang is None:
+                    raise
+                failures = getattr(error, "worker_failures", {})
+                raise WorkerGroupError(watchdog.hang, failures) from None
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """Run TorchTrainer.fit, and run it again with a new controller if its controller is lost.

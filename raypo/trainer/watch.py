@@ -28,9 +28,14 @@ from raypo.ray_internals import cause_of, failed_to_start
 from raypo.tracking.console import Console
 
 
-def show_events(console: Console, monitor: ActorHandle) -> None:
-    """Print the events that workers have reported since the last call."""
-    shown = {"start": console.resume, "step": console.step, "phase": console.phase}
+def show_events(console: Console, monitor: ActorHandle, on_beat: Callable[[Any], None]) -> None:
+    """Print the events that workers have reported since the last call, and pass on their beats."""
+    shown = {
+        "start": console.resume,
+        "step": console.step,
+        "phase": console.phase,
+        "beat": on_beat,
+    }
     for kind, content in ray.get(monitor.drain.remote(peak_memory())):
         shown.get(kind, console.message)(content)
 

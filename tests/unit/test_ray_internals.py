@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import logging
 import signal
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from ray import tune
 from ray._private import worker
@@ -18,7 +20,12 @@ from ray.core.generated import gcs_service_pb2
 from ray.exceptions import RayActorError
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+from ray.train.v2._internal.callbacks.nccl_ras import NCCLRASCallback
+from ray.train.v2._internal.constants import (
+    CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,
+    ENABLE_NCCL_HANG_DETECTOR_ENV_VAR,
+    NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR,
+)
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
     _CheckpointManagerState,
@@ -41,6 +48,7 @@ from raypo.ray_internals import (
     check_shared,
     checkpoint_folder,
     dashboard_address,
+    detect_nccl_hangs,
     failed_to_start,
     is_driver,
     kept_runs,
@@ -99,6 +107,43 @@ def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
     leave_out_callbacks(filtered, unused)
     after = {type(each).__name__ for each in filtered._create_default_callbacks()}
     assert after == before - unused
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray Data's own context
+def test_the_words_of_ray_trains_detector_of_nccl_hangs_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its callback is pickled for the controller, whose logger then has the handler."""
+    for name in (ENABLE_NCCL_HANG_DETECTOR_ENV_VAR, NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    told: list[str] = []
+    monkeypatch.setattr(ray_internals, "test_words", told, raising=False)
+    watched = trainer()
+    tell = lambda text: ray_internals.test_words.append(text)  # noqa: E731 # pyright: ignore
+    detect_nccl_hangs(watched, tell, confirm_s=600.0)
+    (detector,) = (
+        cloudpickle.loads(cloudpickle.dumps(callback))
+        for callback in watched._create_default_callbacks()
+        if isinstance(callback, NCCLRASCallback)
+    )
+    assert (detector._confirm_duration_s, detector._action) == (600.0, "observe")
+    logger = logging.getLogger(NCCLRASCallback.__module__)
+    workers: Any = SimpleNamespace(get_workers=list)
+    try:
+        for _ in range(2):  # a restart of the workers
+            detector.after_worker_group_start(workers)
+        logger.warning("`ncclras` binary 'ncclras' not found on the worker. Disabling ...")
+        logger.info("a poll")
+        logger.warning("Possible NCCL hang detected! %d of %d communicators", 1, 2)
+        assert told == ["Ray Train: Possible NCCL hang detected! 1 of 2 communicators"]
+    finally:
+        detector.before_worker_group_shutdown(workers)
+        logger.handlers.clear()
+    monkeypatch.setenv(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR, "0")
+    off = trainer()
+    detect_nccl_hangs(off, tell, confirm_s=600.0)
+    assert not any(isinstance(each, NCCLRASCallback) for each in off._create_default_callbacks())
 
 
 def test_a_process_outside_of_ray_is_no_driver():

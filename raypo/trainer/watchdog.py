@@ -1,0 +1,241 @@
+"""The watchdog of a run: it finds a hang from the workers' heartbeats, and ends what hangs.
+
+A run hangs if, for `placement.hang_timeout_s`, a worker's process has not answered, or a piece of
+work that must move by itself has not moved (`raypo.progress`), or nothing in any worker has. The
+watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
+learner workers. Ray Train restarts them from the last checkpoint as often as `max_failures` allows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from ray.exceptions import RayError
+
+from raypo.cluster.heartbeat import Beat
+from raypo.cluster.stacks import kill_processes, stacks_of
+from raypo.progress import REPORT, Pending
+from raypo.ray_internals import ActorProcess, actors_of_this_job, is_driver
+from raypo.storage.run_files import HANGS, RunFiles
+
+LOOK_EVERY_S = 0.5
+LONGEST_SILENCE_S = 540.0
+"""Seconds without a beat after which a worker hangs in any case. Ray Train (2.60) ends a worker
+that does not answer for 600 s, without a word about what it did."""
+CONTROLLER = "TrainController"
+"""Class of Ray Train's controller, an actor without a name."""
+MOST_WAITING = 4
+"""Number of waiting workers that a message names."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A learner worker's last beat, and its age in seconds."""
+
+    beat: Beat
+    age_s: float
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"learner worker {self.beat.rank}"
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since anything in the worker has moved."""
+        return self.beat.idle_s + self.age_s
+
+    def idle_of(self, work: Pending) -> float:
+        """Return the seconds since a piece of the worker's work has moved."""
+        return work.idle_s + self.age_s
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang: who waits for whom."""
+
+    idle_s: float
+    culprits: Sequence[str]
+    """A clause for each process that does not go on."""
+    waiting: Sequence[str] = ()
+    """A clause for each worker that waits for them."""
+    replicas: frozenset[str] = frozenset()
+    """Names of the replicas among the culprits."""
+    is_of_controller: bool = False
+    """True if all workers wait for Ray Train's controller to take their report."""
+
+    def __str__(self) -> str:
+        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]])
+
+
+def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
+    """Return the hang of a run, or None if it goes on.
+
+    If no thread stands still in work of its own, replicas are blamed, then work that must move.
+    """
+    silence_s = min(timeout_s, LONGEST_SILENCE_S)
+    silent = [worker for worker in workers if worker.age_s >= silence_s]
+    idle_s = max([_idle_s(workers), *(worker.age_s for worker in silent)])
+    if idle_s < timeout_s and not silent:
+        return None
+    stands = [
+        (worker, work)
+        for worker in workers
+        for work in worker.beat.pending
+        if worker not in silent and worker.idle_of(work) >= timeout_s
+    ]
+    blamed: Sequence[tuple[Worker, Pending]] = []
+    if not silent:
+        candidates = (
+            [pair for pair in stands if pair[1].place and not pair[1].waits],
+            [pair for pair in stands if pair[1].replica],
+            [pair for pair in stands if pair[1].must_move],
+            stands,
+        )
+        blamed = next((pairs for pairs in candidates if pairs), [])
+    return Hang(
+        idle_s,
+        [_silence(worker) for worker in silent] + [_clause(*pair) for pair in blamed],
+        [_clause(*pair) for pair in stands if pair not in blamed],
+        frozenset(work.replica for _, work in blamed if work.replica),
+        is_of_controller=bool(blamed) and all(work.name == REPORT for _, work in stands),
+    )
+
+
+def _idle_s(workers: Sequence[Worker]) -> float:
+    """Return the seconds for which a part of the run has not moved, or for which nothing has.
+
+    Work of one name that several workers do together, such as an update, moves if it does on any of
+    them, because the others may wait for the slowest.
+    """
+    least: dict[str, float] = {}
+    for worker in workers:
+        for work in worker.beat.pending:
+            if work.must_move:
+                idle_s = worker.idle_of(work)
+                least[work.name] = min(least.get(work.name, idle_s), idle_s)
+    if any(worker.beat.pending for worker in workers):  # the start of engines has its own limit
+        least[""] = min(worker.idle_s for worker in workers)
+    return max(least.values(), default=0.0)
+
+
+def _clause(worker: Worker, work: Pending) -> str:
+    if work.replica:
+        return f"{worker.name} waits in {' > '.join(work.inside)} for {work.name}"
+    verb = "waits" if work.waits else "does not go on"
+    return f"{worker.name} {verb} in {_chain(work)}" + (f", in {work.place}" if work.place else "")
+
+
+def _silence(worker: Worker) -> str:
+    was_in = ", ".join(map(_chain, worker.beat.pending))
+    return (
+        f"{worker.name} does not answer: its process is stopped or blocked"
+        f"{was_in and f' (it was in {was_in})'}"
+    )
+
+
+def _chain(work: Pending) -> str:
+    return " > ".join([*work.inside, work.name])
+
+
+@dataclass
+class Watchdog:
+    """The watchdog of one run, in its driver. The main thread calls every method."""
+
+    timeout_s: float | None
+    """`placement.hang_timeout_s`. None means that nothing is watched."""
+    max_failures: int
+    files: RunFiles
+    say: Callable[[str], None]
+    """Callback that prints a line on the console."""
+    hang: str | None = None
+    """Message about the hang that ended the present attempt."""
+    _beats: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+    """Last beat of each worker by rank, and the time when it arrived."""
+    _ended: set[str] = field(default_factory=set)
+    """Ids of the actors that were killed."""
+    _looked_at: float = 0.0
+
+    def note(self, beat: Beat) -> None:
+        """Note a worker's beat."""
+        if beat.actor_id in self._ended:
+            return
+        if beat.is_last:
+            self._beats.pop(beat.rank, None)
+        else:
+            self._beats[beat.rank] = beat, time.monotonic()
+            self.hang = None
+
+    def look(self) -> None:
+        """End the workers if the run hangs. Call this often."""
+        now = time.monotonic()
+        if self.timeout_s is None or now - self._looked_at < LOOK_EVERY_S:
+            return
+        # This process may have been stopped itself, and then has to read the beats first.
+        was_away, self._looked_at = now - self._looked_at > self.timeout_s / 2, now
+        if was_away or find_hang(self._workers(), self.timeout_s) is None:
+            return
+        actors = actors_of_this_job()
+        if not is_driver():  # a trial of a sweep, whose job has the actors of all trials
+            ids = {beat.actor_id for beat, _ in self._beats.values()}
+            own = f"raypo:{self.files.name}:"
+            actors = [a for a in actors if a.actor_id in ids or a.name.startswith(own)]
+        alive = {actor.actor_id for actor in actors}
+        # A worker that has died sends no beat, and Ray Train replaces it.
+        self._beats = {
+            rank: seen for rank, seen in self._beats.items() if seen[0].actor_id in alive
+        }
+        if (hang := find_hang(self._workers(), self.timeout_s)) is not None:
+            self._end(hang, actors)
+
+    def _workers(self) -> list[Worker]:
+        now = time.monotonic()
+        return [Worker(beat, now - at) for _, (beat, at) in sorted(self._beats.items())]
+
+    def _end(self, hang: Hang, actors: Sequence[ActorProcess]) -> None:
+        ids = {beat.actor_id: rank for rank, (beat, _) in self._beats.items()}
+        message = (
+            f"hang: no progress for {hang.idle_s:.0f} s (placement.hang_timeout_s: "
+            f"{self.timeout_s:g}). {hang}."
+        )
+        self.say(message)
+        named = [
+            replace(actor, name=f"learner_worker_{ids[actor.actor_id]}")
+            if actor.actor_id in ids
+            else actor
+            for actor in actors
+        ]
+        stacks: Mapping[str, str] = {}
+        with suppress(RayError):  # the message is worth more than the stacks
+            stacks = stacks_of(named)
+        remedy = (
+            f"The stacks of {len(stacks)} processes are in {self._write(message, stacks)}. If the "
+            "run was only slow, raise placement.hang_timeout_s."
+        )
+        self.hang = f"{message} {remedy} The same command resumes from the last checkpoint."
+        self.say(
+            f"{remedy} The learner workers are killed; max_failures ({self.max_failures}) is the "
+            "number of times that a run resumes by itself."
+        )
+        self._ended |= ids.keys()
+        self._beats.clear()
+        others = hang.replicas | ({CONTROLLER} if hang.is_of_controller else set())
+        with suppress(RayError):
+            kill_processes(a for a in actors if a.actor_id in ids or a.name in others)
+
+    def _write(self, message: str, stacks: Mapping[str, str]) -> str:
+        name = f"{HANGS}/{datetime.now():%Y-%m-%dT%H-%M-%S}"
+        own = {
+            f"learner_worker_{beat.rank}_python.txt": beat.stacks
+            for beat, _ in self._beats.values()
+            if beat.stacks
+        }
+        for file, text in {"what.txt": message + "\n", **stacks, **own}.items():
+            path = self.files.folder / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return f"{self.files.location}/{name}"

@@ -1,0 +1,112 @@
+"""Who hangs, and who waits for it, by the workers' heartbeats."""
+
+from dataclasses import replace
+
+from raypo.cluster.heartbeat import Beat
+from raypo.cluster.run_monitor import Monitor
+from raypo.progress import REPORT, Pending
+from raypo.trainer.watchdog import Hang, Worker, find_hang
+
+LIMIT_S = 30.0
+STEP = Pending("step 2", (), 1.0, False, None, "wait (threading.py:1)", True)
+UPDATE = Pending("the update", ("step 2",), 1.0, True, None, "step (engine.py:1)", False)
+COLLECTIVE = replace(UPDATE, place="the collective all_reduce (c10d.py:1)", waits=True)
+CALL = Pending("engine 0 (submit)", ("step 2", "sampling"), 1.0, True, "run:engine:0", "", False)
+REWARD = Pending(
+    "the reward function score (8 responses)", ("step 2",), 1.0, True, None, "wait (...)", True
+)
+BROADCAST = replace(STEP, place="the collective broadcast (c10d.py:1), called by Rollouts.take")
+
+
+def worker(rank: int, *pending: Pending, idle_s: float | None = None, age_s: float = 1.0) -> Worker:
+    least = min((work.idle_s for work in pending), default=0.0)
+    return Worker(Beat(rank, str(rank), idle_s if idle_s is not None else least, pending), age_s)
+
+
+def idle(work: Pending, seconds: float = 40.0) -> Pending:
+    return replace(work, idle_s=seconds)
+
+
+def found(*workers: Worker) -> Hang:
+    hang = find_hang(workers, LIMIT_S)
+    assert hang is not None
+    return hang
+
+
+def test_the_monitor_keeps_the_last_beat_of_each_worker():
+    monitor = Monitor()
+    first, second, other = Beat(0, "a"), Beat(0, "a", idle_s=2.0), Beat(1, "b")
+    for beat in (first, second, other):
+        monitor.beat(beat)
+    assert monitor.drain({}) == [("beat", second), ("beat", other)]
+    assert monitor.drain({}) == []
+
+
+def test_a_run_of_which_anything_moves_does_not_hang():
+    assert find_hang([], LIMIT_S) is None
+    assert find_hang([worker(0, CALL), worker(1, idle(BROADCAST))], LIMIT_S) is None
+    # The others wait for the slowest worker of an update.
+    assert find_hang([worker(0, idle(COLLECTIVE)), worker(1, UPDATE)], LIMIT_S) is None
+    assert find_hang([worker(0, idle(STEP, 29.0), age_s=0.5)], LIMIT_S) is None
+
+
+def test_an_engine_that_does_not_move_is_named_and_ended_also_while_a_worker_trains():
+    hang = found(worker(0, UPDATE, idle(CALL), idle_s=0.0), worker(1, UPDATE))
+    assert str(hang) == "learner worker 0 waits in step 2 > sampling for engine 0 (submit)"
+    assert hang.replicas == {"run:engine:0"}
+    assert hang.idle_s == 41.0
+
+
+def test_the_worker_that_works_is_named_before_those_that_wait_for_it():
+    hang = found(worker(0, idle(COLLECTIVE)), worker(1, idle(UPDATE)))
+    assert str(hang) == (
+        "learner worker 1 does not go on in step 2 > the update, in step (engine.py:1); "
+        "learner worker 0 waits in step 2 > the update, in the collective all_reduce (c10d.py:1)"
+    )
+    assert not hang.replicas
+
+
+def test_a_reward_function_in_a_thread_of_its_own_is_named():
+    hang = found(worker(0, idle(REWARD)), worker(1, idle(BROADCAST)))
+    assert hang.culprits == [
+        "learner worker 0 waits in step 2 > the reward function score (8 responses), in wait (...)"
+    ]
+    assert hang.waiting == [
+        "learner worker 1 waits in step 2, in the collective broadcast (c10d.py:1), called by "
+        "Rollouts.take"
+    ]
+
+
+def test_workers_that_all_wait_are_all_named():
+    hang = found(worker(0, idle(COLLECTIVE)), worker(1, idle(BROADCAST)))
+    assert len(hang.culprits) == 1
+    assert "learner worker 0 waits in step 2 > the update" in str(hang)
+    assert "learner worker 1 waits in step 2, in the collective broadcast" in str(hang)
+    both = found(worker(0, idle(BROADCAST)), worker(1, idle(STEP)))
+    assert len(both.culprits) == 2
+
+
+def test_a_process_that_does_not_answer_is_named_with_its_last_work():
+    hang = found(worker(0, idle(COLLECTIVE)), worker(1, UPDATE, age_s=31.0))
+    assert hang.culprits == [
+        "learner worker 1 does not answer: its process is stopped or blocked (it was in step 2 > "
+        "the update)"
+    ]
+    assert len(hang.waiting) == 1
+    silent = found(worker(0, CALL, UPDATE), worker(1, STEP, age_s=31.0))
+    assert str(silent).startswith("learner worker 1 does not answer")
+    # Before Ray Train ends it.
+    assert find_hang([worker(0, CALL), worker(1, STEP, age_s=541.0)], 1800.0) is not None
+    assert find_hang([worker(0, CALL), worker(1, STEP, age_s=500.0)], 1800.0) is None
+
+
+def test_all_workers_have_to_be_idle_if_no_work_must_move_and_one_has_to_be_in_a_step():
+    assert found(worker(0, idle(STEP), idle_s=40.0), worker(1, idle_s=35.0)).idle_s == 36.0
+    assert find_hang([worker(0, idle(STEP), idle_s=40.0), worker(1, idle_s=3.0)], LIMIT_S) is None
+    assert find_hang([worker(0, idle_s=40.0), worker(1, idle_s=35.0)], LIMIT_S) is None
+
+
+def test_a_report_that_nobody_takes_is_the_controllers_hang():
+    report = idle(replace(STEP, name=REPORT))
+    assert found(worker(0, report), worker(1, report)).is_of_controller
+    assert not found(worker(0, report), worker(1, idle(STEP))).is_of_controller
