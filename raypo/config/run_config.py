@@ -123,6 +123,13 @@ class RecipeConfig(RunFile):
                 "learner.optimizer (muon): updates whole matrices, but model.lora trains two "
                 "low-rank factors of each. Remove model.lora, or set learner.optimizer to adamw."
             )
+        shares = self.learner.sequence_parallel
+        if shares > 1 and self.model.attention != "auto":
+            yield (
+                f"learner.sequence_parallel ({shares}): needs raypo's own attention over packed "
+                f"rows, but model.attention is {self.model.attention}. Set model.attention to "
+                "auto, or learner.sequence_parallel to 1."
+            )
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():
@@ -145,11 +152,12 @@ class RecipeConfig(RunFile):
             rows: Numbers of rows that the workers share, by config key.
         """
         count, most = self.learner.num_workers, min(rows.values())
-        if count > most:
+        shares = self.learner.sequence_parallel
+        if count > most * shares:
             limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
             yield (
                 f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
-                f"Set learner.num_workers to at most {most}."
+                f"Set learner.num_workers to at most {most * shares}."
             )
 
     def with_workers(self, count: int) -> Self:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from raypo.collectives import Workers
-from raypo.config import WorkersSection
+from raypo.config import ConfigError, WorkersSection
 from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.deepspeed_internals import (
     compare_within,
@@ -39,6 +39,7 @@ from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
+from raypo.models.sequence_parallel import SequenceGroup
 from raypo.models.shares import has_shards, is_sharded, own_shard, whole_bytes
 
 GATHER_BYTES = 1 << 25
@@ -62,6 +63,7 @@ class TrainedModel:
         section: WorkersSection,
         workers: Workers,
         mpu: DataParallel | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         """Initialise DeepSpeed; all workers of the module call it together.
 
@@ -72,7 +74,13 @@ class TrainedModel:
             workers: The workers that train the module.
             mpu: The same workers, in DeepSpeed's interface. None means all workers of the default
                 group.
+            sequence: Workers that share the tokens of a pass. None means that this worker computes
+                whole rows.
+
+        Raises:
+            ConfigError: workers share tokens, but a network does not read packed rows.
         """
+        _share_tokens(module, sequence)
         deepspeed = import_deepspeed()
         if mpu is not None:
             compare_within(mpu.group)
@@ -266,6 +274,20 @@ class TrainedModel:
                 master = safe_get_full_fp32_param(parameter)
                 assert master is not None, "a head is trained, so it has master weights"
                 self._masters[parameter] = head.masters[name] = master
+
+
+def _share_tokens(module: Any, sequence: SequenceGroup | None) -> None:
+    if sequence is None:
+        return
+    for network in outermost_networks(module):
+        if not reads_packed(network):
+            raise ConfigError(
+                f"learner.sequence_parallel ({sequence.count}): {type(network).__name__} cannot "
+                "read packed rows, so workers cannot share its tokens. Set "
+                "learner.sequence_parallel to 1, or give a model whose layers all have full or "
+                "sliding attention."
+            )
+    module.sequence_group = sequence
 
 
 def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:

@@ -24,6 +24,7 @@ from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
 from raypo.models.router_replay import replay
 from raypo.models.routers import about_to_pass
+from raypo.models.sequence_parallel import SlicedLayout
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
@@ -255,6 +256,8 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
 
 def _for_attention(packed: Packed) -> Packed:
     """Return packed rows as the attention of their device reads them fastest."""
+    if isinstance(packed.layout, SlicedLayout):  # `sliced` has done it
+        return packed
     return in_whole_blocks(packed) if packed.layout.device.type == "cuda" else packed
 
 
@@ -307,8 +310,17 @@ def packed_attention(
 
     On a GPU, flex attention computes only the blocks that the layout allows. On a CPU, long prompts
     are shared (`SharedPrompts`). With short prompts, attention uses one row per response, padded on
-    the right; the rest of the model still processes each token once.
+    the right; the rest of the model still processes each token once. If workers share the tokens,
+    this is [1, N / n, H, D] of a worker's own tokens.
     """
+    if isinstance(layout, SlicedLayout):
+        more |= {"layout": layout.whole, "scaling": scaling}
+        more |= {"sliding_window": sliding_window, "softcap": softcap}
+
+        def attention(*heads: Tensor) -> Tensor:
+            return packed_attention(module, *heads, attention_mask, **more)[0]
+
+        return layout.attend(attention, query, key, value), None
     if layout is not None and query.is_cuda:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         attend = partial(_flex_attention(), scale=scale, kernel_options=KERNEL_OPTIONS)

@@ -630,7 +630,7 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         if isinstance(config, OnlineConfig)
         else config.data.max_response_tokens
     )
-    halves = [half for half in halves if half >= longest]
+    halves = [half for half in halves if half * learner.sequence_parallel >= longest]
     off_load = OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
     engine: dict[str, list[Any]] = {}
     if sampled:
@@ -651,7 +651,22 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         **{f"rollout.engine.{key}": choices for key, choices in engine.items()},
         "model.dtype": ["bfloat16"] if config.model.dtype == "float32" else [],
     }
-    return [[{key: value} for value in choices] for key, choices in values.items()]
+    ways = [[{key: value} for value in choices] for key, choices in values.items()]
+    return [*ways, _shared_rows(plan)]
+
+
+def _shared_rows(plan: Plan) -> list[Changes]:
+    """Return larger numbers of workers that share a row, with as many workers as they need."""
+    learner = plan.config.learner
+    apart = learner.total_workers - learner.num_workers
+    return [
+        {"learner.sequence_parallel": size}
+        | ({} if count == learner.num_workers else {"learner.num_workers": count})
+        for size in (2, 4, 8)
+        for count in (learner.num_workers, *worker_counts(plan))
+        if size > learner.sequence_parallel and not learner.is_elastic
+        if count % size == 0 and apart % size == 0
+    ]
 
 
 def worker_counts(plan: Plan) -> list[int]:
