@@ -83,10 +83,16 @@ class WorkersSection(Config):
     a group, get the same rows, and each computes an equal slice of the tokens, so a pass of a group
     has up to that many times `max_tokens_per_microbatch`. The results are the same except for
     rounding. Models with other layers than full and sliding attention are refused."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["offload"] = False
     """Keep only the inputs of the model's layers, and recompute the other activations in the
     backward pass. This takes about a third more time and a fraction of the memory. The gradients
-    are the same."""
+    are the same. offload: on GPUs also move these inputs to the host's memory until the backward
+    pass needs them."""
+    mlp_tile_tokens: int | None = Field(default=None, ge=1)
+    """Compute the MLPs of a pass this many tokens at a time, and again in the backward pass, so
+    that their activations exist for these tokens only. For long rows with activation_checkpointing,
+    where the MLP of one layer takes most of the memory. Results are the same except for rounding.
+    null means that an MLP computes all tokens of a pass together."""
     compile_layers: bool = False
     """On GPUs, compile norms, rotary embeddings and MLPs of the learner, the reference and the
     reward models with torch.compile. Their numbers are the same except for rounding. It has no

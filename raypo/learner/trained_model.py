@@ -33,6 +33,7 @@ from raypo.learner.optimizers import (
 )
 from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, load_fragments, saved_fragments
+from raypo.models.activation_memory import checkpoint_layers, tile_mlps
 from raypo.models.checkpoint import first_line
 from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.embedding import avoid_racy_counts
@@ -88,9 +89,10 @@ class TrainedModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         optimizer = new_optimizer(trained, outermost_networks(module), section)
         self._is_muon = section.optimizer == "muon"
-        if section.activation_checkpointing:
+        if kind := section.activation_checkpointing:
             for network in outermost_networks(module):
-                network.gradient_checkpointing_enable({"use_reentrant": False})
+                on_host = kind == "offload" and torch.cuda.is_available()
+                checkpoint_layers(network, on_host=on_host)
         if torch.cuda.is_available():
             for network in outermost_networks(module):
                 avoid_racy_counts(network)
@@ -119,7 +121,7 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
-        _compile_layers(module, section, stage=self._stage)
+        _change_layers(module, section, stage=self._stage)
         if workers.count == 1:
             leave_out_reduction(self._engine)
         self._engine.train()
@@ -305,11 +307,16 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
         yield together
 
 
-def _compile_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
-    """Compile layers as configured, except at stage 3, which changes weights between modules."""
-    if section.compile_layers and stage < 3:
-        for network in outermost_networks(module):
+def _change_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
+    """Compile layers as configured, except at stage 3, which changes weights between modules.
+
+    Then let their MLPs compute tiles, as configured.
+    """
+    for network in outermost_networks(module):
+        if section.compile_layers and stage < 3:
             compile_on_gpus(network)
+        if section.mlp_tile_tokens:
+            tile_mlps(network, section.mlp_tile_tokens)
 
 
 @contextmanager

@@ -164,9 +164,15 @@ def _learner(
     gathered = update.pop("gathered weights", 0)
     learning, reading = _batches(config, workers=sharding.workers)
     checkpointing = config.learner.activation_checkpointing
+    result.host |= _inputs_on_host(config, learned, learning, device)
     saved = max(
         memory.activations(
-            model.shape, learning, itemsize=itemsize, device=device, checkpointing=checkpointing
+            model.shape,
+            learning,
+            itemsize=itemsize,
+            device=device,
+            checkpointing=checkpointing,
+            mlp_tile=config.learner.mlp_tile_tokens,
         )
         for model in learned
     )
@@ -197,6 +203,17 @@ def _learner(
         for name, reference in models.references.items():
             log_probs[name] = reference.parameters * itemsize
     return result
+
+
+def _inputs_on_host(
+    config: AnyConfig, learned: Sequence[Learned], batch: Batch, device: Device
+) -> Bytes:
+    """Return the size of the layers' inputs that wait in RAM for the backward pass."""
+    if config.learner.activation_checkpointing != "offload" or device != "cuda":
+        return {}
+    itemsize = ITEMSIZE[config.model.dtype]
+    sizes = (memory.layer_inputs(model.shape, batch, itemsize=itemsize) for model in learned)
+    return {"layer inputs": max(sizes)}
 
 
 def _replayed(config: AnyConfig, shape: ModelShape, *, workers: int) -> Bytes:

@@ -74,6 +74,8 @@ CHOICES = (
 weights are off-loaded."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Values of `learner.deepspeed` that off-load the optimizer to RAM."""
+TILE = 4096
+"""Value of `learner.mlp_tile_tokens` that is proposed for long rows."""
 CORES_PER_GPU = 3
 """CPU cores that keep a GPU busy (an estimate): the learner's thread, the engine's, and Ray's."""
 MAX_REMEDIES = 3
@@ -632,6 +634,7 @@ def _ways(plan: Plan) -> list[list[Changes]]:
     )
     halves = [half for half in halves if half * learner.sequence_parallel >= longest]
     off_load = OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
+    checkpoints = [False, True, *(["offload"] if plan.device == "cuda" else [])]
     engine: dict[str, list[Any]] = {}
     if sampled:
         section = sampled.rollout.engine
@@ -646,7 +649,10 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         "learner.num_workers": worker_counts(plan),
         "learner.max_tokens_per_microbatch": halves,
         "learner.zero_stage": list(range(learner.zero_stage + 1, 4)),
-        "learner.activation_checkpointing": [True] if not learner.activation_checkpointing else [],
+        "learner.activation_checkpointing": checkpoints[
+            checkpoints.index(learner.activation_checkpointing) + 1 :
+        ],
+        "learner.mlp_tile_tokens": [TILE] if not learner.mlp_tile_tokens and longest > TILE else [],
         "learner.deepspeed": [off_load] if off_load != learner.deepspeed else [],
         **{f"rollout.engine.{key}": choices for key, choices in engine.items()},
         "model.dtype": ["bfloat16"] if config.model.dtype == "float32" else [],

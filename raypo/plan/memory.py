@@ -107,12 +107,20 @@ def worst_batch(
 
 
 def activations(
-    shape: ModelShape, batch: Batch, *, itemsize: int, device: str, checkpointing: bool = False
+    shape: ModelShape,
+    batch: Batch,
+    *,
+    itemsize: int,
+    device: str,
+    checkpointing: bool | str = False,
+    mlp_tile: int | None = None,
 ) -> int:
-    """Return the bytes that a forward pass saves for the backward pass.
+    """Return the bytes that a forward pass saves on the device for the backward pass.
 
     With checkpointing (`learner.activation_checkpointing`), these are the input of each layer (bh)
-    and all activations of one layer. The backward pass recomputes the latter, layer by layer.
+    and all activations of one layer. The backward pass recomputes the latter, layer by layer. On
+    GPUs `offload` moves the inputs to the host (`layer_inputs`). With tiles
+    (`learner.mlp_tile_tokens`), the activations of MLPs exist for one tile of one layer only.
 
     Bytes per token, for transformers' Llama with packed attention:
     - norm: input in float32, normalised input and output (4h + 2bh);
@@ -130,10 +138,25 @@ def activations(
     is_shared = device == "cuda" or repeated > SHARED_SCORES
     attended = 4 * (batch.tokens if is_shared else of_rows)
     attention = (attended + batch.tokens) * itemsize * shape.attention
-    layer, last = (2 * norm + mlp) * batch.tokens + attention, norm * batch.tokens
-    inputs = itemsize * shape.hidden * batch.tokens
-    total = shape.layers * (inputs if checkpointing else layer) + layer * checkpointing + last
-    return -(-total // batch.shares)  # each worker has a slice of the tokens, or of the heads
+    layer, last = 2 * norm * batch.tokens + attention, norm * batch.tokens
+    tile = 0
+    if mlp_tile is None or mlp_tile >= batch.own_tokens:
+        layer += mlp * batch.tokens
+    else:
+        tile = mlp * mlp_tile
+    if not checkpointing:
+        layers = shape.layers * layer
+    elif checkpointing == "offload" and device == "cuda":
+        layers = layer
+    else:
+        layers = layer + shape.layers * itemsize * shape.hidden * batch.tokens
+    # Each worker has a slice of the tokens, or of the heads.
+    return -(-(layers + last) // batch.shares) + tile
+
+
+def layer_inputs(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
+    """Return the bytes of the inputs of all layers."""
+    return shape.layers * itemsize * shape.hidden * batch.own_tokens
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
