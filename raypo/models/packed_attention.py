@@ -53,6 +53,8 @@ LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
 """Largest head size for which the GPU's shared memory is not checked. With larger heads, the
 backward pass of flex attention needs `LARGE_HEAD_SHARED_BYTES` of it per thread block
 (pytorch/pytorch#198224)."""
+QUERIES = 1024
+"""Number of queries that attention with a window or a cap computes at a time on CPUs."""
 MAX_COMPILED = 64
 """Maximum number of compiled variants of flex attention in a process. Each combination of
 dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
@@ -394,15 +396,23 @@ def _attend(
     if length <= (window or length) and softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return mixed.transpose(1, 2)
-    position = torch.arange(length, device=q.device)
-    before = position[:, None] - position  # [L, L]
-    mask = (before >= 0) & (before < (window or length))
-    if softcap is None:
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return mixed.transpose(1, 2)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+    position, pieces = torch.arange(length, device=q.device), []
+    # A few queries at a time: a mask of the whole length would grow with its square.
+    for first in range(0, length, QUERIES):
+        last = min(first + QUERIES, length)
+        oldest = max(0, first - (window or length) + 1)
+        before = position[first:last, None] - position[oldest:last]
+        mask = (before >= 0) & (before < (window or length))
+        own, keys, values = q[:, :, first:last], k[:, :, oldest:last], v[:, :, oldest:last]
+        if softcap is None:
+            pieces.append(
+                scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale)
+            )
+            continue
+        scores = softcap * torch.tanh(own @ keys.transpose(-1, -2) * scale / softcap)
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        pieces.append(scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values)
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
 def flex(

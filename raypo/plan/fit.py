@@ -610,7 +610,7 @@ def remedies(plan: Plan) -> list[Changes]:
 def _remedy(plan: Plan) -> str:
     """Name the keys to change so that the run fits."""
     sentences = [
-        " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
+        " and ".join(f"{key} to {flow(value)}" for key, value in changes.items())
         for changes in remedies(plan)
     ]
     if not sentences:
@@ -693,7 +693,7 @@ def _first_that_fits(plan: Plan, way: Sequence[Changes]) -> Changes | None:
     return None
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """Format a value as in a run file, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
