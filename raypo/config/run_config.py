@@ -42,11 +42,14 @@ from raypo.config.sources import functions_of, one_or_many
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
     "cluster",
+    "learner.activation_checkpointing",
     "learner.critic_workers",
     "learner.max_skipped_updates",
     "learner.min_workers",
+    "learner.mlp_tile_tokens",
     "learner.num_workers",
     "learner.save_critic",
+    "learner.sequence_parallel",
     "learner.zero_stage",
     "logging",
     "max_failures",
@@ -55,8 +58,8 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of sums.
-"""
+learning rate depends on it. Numbers of workers, the ZeRO stage, and where activations are kept or
+computed again change only the rounding of sums."""
 
 
 class RecipeConfig(RunFile):

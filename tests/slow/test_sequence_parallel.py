@@ -108,7 +108,7 @@ def test_a_run_of_sft_goes_on_with_workers_that_share_rows(tmp_path: Path):
                 "model": {"policy": str(tmp_path / "policy"), "lora": {"rank": 4}},
                 "data": {"prompts": str(tmp_path / "rows.jsonl"), "max_response_tokens": 16},
                 "eval": {"prompts": str(tmp_path / "rows.jsonl"), "every": 1},
-                "learner": {"lr": 1e-2, "batch_size": 4, **learner},
+                "learner": {"lr": 1e-2, "lr_schedule": "constant", "batch_size": 4, **learner},
                 "checkpoint": {"every": 1},
             }
         )
