@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,12 +58,16 @@ class Workers:
         Args:
             sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
         """
-        first, own = 0, self
-        for size in sizes:
-            ranks = range(first, first + size)
+        ends = [*accumulate(sizes)]
+        return self.among([range(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+
+    def among(self, teams: Sequence[range]) -> Workers:
+        """Return the team that this worker belongs to; `teams` are ranks. See `team`."""
+        own = self
+        for ranks in teams:
             group: Any = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
-            own = Workers(self.rank - first, size, group) if self.rank in ranks else own
-            first += size
+            if self.rank in ranks:
+                own = Workers(ranks.index(self.rank), len(ranks), group)
         return own
 
     def sum(self, values: Tensor) -> Tensor:

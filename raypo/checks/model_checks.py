@@ -257,6 +257,7 @@ def check_models(config: AnyConfig) -> None:
     check_rotations(config, on_hub=True)
     _check_routers(config)
     _check_router_replay(config)
+    check_shared_rows(config)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     if config.data.chat_template_kwargs:
@@ -301,6 +302,34 @@ def _check_router_replay(config: AnyConfig) -> None:
             f"rollout.router_replay ({replay}): the experts of model.policy ({policy}) cannot be "
             f"replayed, because its {reason}. Set it to off."
         )
+
+
+def check_shared_rows(config: AnyConfig) -> None:
+    """Refuse models to train whose rows several workers cannot share."""
+    import torch
+    from transformers import AutoModel
+
+    from raypo.models.checkpoint import network_class, read_config
+    from raypo.models.packed_attention import can_read_packed
+
+    size = config.learner.sequence_parallel
+    for key, path in models_of(config):
+        if size == 1 or key not in ("model.policy", "model.critic"):
+            continue
+        values = read_config(path, key=key)
+        with torch.device("meta"):
+            model = network_class(AutoModel, values, path, key=key)(values)
+        reason = None
+        if hasattr(values, "vision_config"):
+            reason = "it reads images"
+        elif not can_read_packed(model):
+            reason = "not all of its layers have full or sliding attention over earlier tokens"
+        if reason:
+            raise ConfigError(
+                f"learner.sequence_parallel ({size}): workers cannot share the rows of {key} "
+                f"({path}, {values.model_type}): {reason}. Set learner.sequence_parallel to 1, or "
+                "give another model."
+            )
 
 
 def _check_template_kwargs(config: AnyConfig) -> None:

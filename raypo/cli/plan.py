@@ -27,6 +27,9 @@ def plan(
         list[str] | None, typer.Argument(help="key=value, like learner.zero_stage=3")
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=CLUSTER_HELP)] = None,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Also find the longest response that fits.")
+    ] = False,
 ) -> None:
     """Check a config, and print its bundles, devices, predicted memory and seconds per step.
 
@@ -64,6 +67,8 @@ def plan(
         notes += updates_note(made, rates)
         console.print(times(step_time(made, rates), faster(made)))
         console.print()
+    if longest:
+        notes += _lengths(run, nodes)
     for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
     if made.fits:
@@ -71,6 +76,19 @@ def plan(
         return
     tell("\n".join(f"{config}: {problem}" for problem in made.problems))
     raise typer.Exit(WRONG_INPUT)
+
+
+def _lengths(run: RecipeConfig, nodes: list[Node]) -> list[str]:
+    """Return a note about the longest response that fits, and one about longer ones."""
+    from raypo.plan.fit import flow
+    from raypo.plan.longest import longer_with, longest_response
+
+    tokens = longest_response(run, nodes)
+    notes = [f"the longest response that fits has about {tokens:,} tokens"]
+    for changes, longer in longer_with(run, nodes):
+        keys = " and ".join(f"{key}={flow(value)}" for key, value in changes.items())
+        notes.append(f"with {keys} it has about {longer:,}")
+    return notes
 
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:

@@ -77,10 +77,22 @@ class WorkersSection(Config):
     fits (`raypo plan` shows which). With auto, a sequence above the limit gets a separate pass.
     Dedicated reference and reward models start before the learner's GPUs are known, so for them
     auto is 4096."""
-    activation_checkpointing: bool = False
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Number of workers that share the tokens of each row, for rows that do not fit into one
+    worker's memory (Ulysses, arXiv:2309.14509). It divides `num_workers`. Neighbouring workers form
+    a group, get the same rows, and each computes an equal slice of the tokens, so a pass of a group
+    has up to that many times `max_tokens_per_microbatch`. The results are the same except for
+    rounding. Models with other layers than full and sliding attention are refused."""
+    activation_checkpointing: bool | Literal["offload"] = False
     """Keep only the inputs of the model's layers, and recompute the other activations in the
     backward pass. This takes about a third more time and a fraction of the memory. The gradients
-    are the same."""
+    are the same. offload: on GPUs also move these inputs to the host's memory until the backward
+    pass needs them."""
+    mlp_tile_tokens: int | None = Field(default=None, ge=1)
+    """Compute the MLPs of a pass this many tokens at a time, and again in the backward pass, so
+    that their activations exist for these tokens only. For long rows with activation_checkpointing,
+    where the MLP of one layer takes most of the memory. Results are the same except for rounding.
+    null means that an MLP computes all tokens of a pass together."""
     compile_layers: bool = False
     """On GPUs, compile norms, rotary embeddings and MLPs of the learner, the reference and the
     reward models with torch.compile. Their numbers are the same except for rounding. It has no
@@ -122,6 +134,11 @@ class WorkersSection(Config):
         return 4096 if tokens == "auto" else tokens
 
     @property
+    def pass_tokens(self) -> int:
+        """Maximum number of tokens of one pass over all workers that share them."""
+        return self.microbatch_tokens * self.sequence_parallel
+
+    @property
     def total_workers(self) -> int:
         """Number of all learner workers."""
         return self.num_workers
@@ -133,6 +150,7 @@ class WorkersSection(Config):
                 f"({self.num_workers}). Set it lower."
             )
         yield from self._problems_of_own_keys()
+        yield from self._sequence_problems()
         yield from self._deepspeed_problems()
         if self.optimizer == "muon":
             yield from self._muon_problems()
@@ -145,6 +163,21 @@ class WorkersSection(Config):
                 yield (
                     f"learner.deepspeed.{name} ({self.deepspeed[name]}): raypo sets this itself. "
                     f"Remove it, and set {keys}."
+                )
+
+    def _sequence_problems(self) -> Iterator[str]:
+        size, key = self.sequence_parallel, "learner.sequence_parallel"
+        if size > 1 and self.is_elastic:
+            yield (
+                f"{key} ({size}): needs a fixed number of workers, but learner.min_workers is "
+                f"{self.min_workers}. Set one of them to its default."
+            )
+        critics = self.total_workers - self.num_workers
+        for name, count in (("num_workers", self.num_workers), ("critic_workers", critics)):
+            if count % size:
+                yield (
+                    f"{key} ({size}): must divide learner.{name} ({count}), because groups of that "
+                    f"many workers share their rows. Set learner.{name} to a multiple of {size}."
                 )
 
     def _deepspeed_problems(self) -> Iterator[str]:
@@ -223,11 +256,12 @@ class WorkersSection(Config):
             longest: Maximum tokens of one sequence.
             keys: Config keys that determine `longest`, for the message.
         """
-        if self.max_tokens_per_microbatch != "auto" and longest > self.microbatch_tokens:
+        if self.max_tokens_per_microbatch != "auto" and longest > self.pass_tokens:
+            least = -(-longest // self.sequence_parallel)
             yield (
                 f"learner.max_tokens_per_microbatch ({self.max_tokens_per_microbatch}): one "
                 f"sequence may have {longest} tokens ({keys}). Set "
-                f"learner.max_tokens_per_microbatch to at least {longest}, or lower the limits "
+                f"learner.max_tokens_per_microbatch to at least {least}, or lower the limits "
                 "in parentheses."
             )
 

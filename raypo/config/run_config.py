@@ -42,11 +42,14 @@ from raypo.config.sources import functions_of, one_or_many
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
     "cluster",
+    "learner.activation_checkpointing",
     "learner.critic_workers",
     "learner.max_skipped_updates",
     "learner.min_workers",
+    "learner.mlp_tile_tokens",
     "learner.num_workers",
     "learner.save_critic",
+    "learner.sequence_parallel",
     "learner.zero_stage",
     "logging",
     "max_failures",
@@ -55,8 +58,8 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of sums.
-"""
+learning rate depends on it. Numbers of workers, the ZeRO stage, and where activations are kept or
+computed again change only the rounding of sums."""
 
 
 class RecipeConfig(RunFile):
@@ -123,6 +126,13 @@ class RecipeConfig(RunFile):
                 "learner.optimizer (muon): updates whole matrices, but model.lora trains two "
                 "low-rank factors of each. Remove model.lora, or set learner.optimizer to adamw."
             )
+        shares = self.learner.sequence_parallel
+        if shares > 1 and self.model.attention != "auto":
+            yield (
+                f"learner.sequence_parallel ({shares}): needs raypo's own attention over packed "
+                f"rows, but model.attention is {self.model.attention}. Set model.attention to "
+                "auto, or learner.sequence_parallel to 1."
+            )
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():
@@ -145,11 +155,12 @@ class RecipeConfig(RunFile):
             rows: Numbers of rows that the workers share, by config key.
         """
         count, most = self.learner.num_workers, min(rows.values())
-        if count > most:
+        shares = self.learner.sequence_parallel
+        if count > most * shares:
             limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
             yield (
                 f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
-                f"Set learner.num_workers to at most {most}."
+                f"Set learner.num_workers to at most {most * shares}."
             )
 
     def with_workers(self, count: int) -> Self:

@@ -16,6 +16,7 @@ from raypo.config import DistillationSection
 from raypo.learner.tasks import PolicyTask, Sums
 from raypo.models.networks import Policy
 from raypo.models.packing import pack
+from raypo.models.sequence_parallel import sliced
 from raypo.models.token_log_probs import over_logits
 from raypo.ppo.divergences import divergences
 from raypo.types import Experience, Taught, to_device
@@ -74,12 +75,13 @@ class Student(Policy):
             [item.response_ids for item in batch],
             device=device,
         )
+        packed = sliced(packed, self.sequence_group)
         if top_k is not None:
-            return over_logits(self.model, packed, top_of_logits)
+            return tuple(map(packed.joined, over_logits(self.model, packed, top_of_logits)))
         log_probs = torch.from_numpy(np.concatenate([item.teacher_log_probs for item in batch]))
         ids = torch.from_numpy(np.concatenate([item.teacher_ids for item in batch])).long()
-        targets = (to_device(tensor, device) for tensor in (log_probs, ids))
-        return over_logits(self.model, packed, of_logits, *targets)[0]
+        targets = (packed.own(to_device(tensor, device)) for tensor in (log_probs, ids))
+        return packed.joined(over_logits(self.model, packed, of_logits, *targets)[0])
 
 
 class DistillationTask(PolicyTask[Taught]):

@@ -90,13 +90,14 @@ class Learner:
         """
         torch.manual_seed(seed)
         self._roles = roles = roles or Roles.shared(workers)
-        self._ppo, self._section, self._workers = ppo, section, roles.own
+        self._ppo, self._section = ppo, section
+        self._workers, self._data = roles.own, roles.data
         self._max_new_tokens, self._num_steps = max_new_tokens, num_steps
         self.seed = seed
         rates = "learner.policy_lr and learner.critic_lr"
         self._skipped = SkippedUpdates(section.max_skipped_updates, rates)
         shared: dict[str, Any] = {"dtype": model.dtype, "section": section}
-        shared |= {"workers": roles.own, "mpu": roles.mpu}
+        shared |= {"workers": roles.own, "mpu": roles.mpu, "sequence": roles.sequence}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
         # transformers fills ZeRO-3 shards from rank 0 of all workers, so with separate roles each
@@ -225,7 +226,7 @@ class Learner:
                 is_replayed=experience.experts is not None,
             )
         for rows in self._minibatches_of_all_epochs(experience, step):
-            counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
+            counts = StepCounts.of(experience.select(rows), self._ppo, self._data)
             pieces = self._microbatches(experience, rows)
             if balance:
                 balance.begin_update(
@@ -261,7 +262,7 @@ class Learner:
             if with_policy and self._trained_policy:
                 computed = {"old_log_probs": log_probs.cpu()}
             experience = experience.with_(**self._roles.joined(experience, computed))
-        statistics = sums.reduce(self._workers)
+        statistics = sums.reduce(self._data)
         routed = balance.metrics("ppo") if balance else {}
         statistics = replace(statistics, metrics=statistics.metrics | rates | routed)
         return experience, self._joined(statistics)
@@ -438,7 +439,7 @@ class Learner:
     def _minibatches(self, experience: Experience) -> list[Tensor]:
         """Return this worker's rows of each minibatch."""
         last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
-        count = 1 + int(self._workers.max(last))
+        count = 1 + int(self._data.max(last))
         return [torch.nonzero(experience.minibatch == number).flatten() for number in range(count)]
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
@@ -457,10 +458,10 @@ class Learner:
             ],
             tokens.sum(1).tolist(),
             experience.attention_mask[rows].sum(1).tolist(),
-            self._section.microbatch_tokens,
+            self._section.pass_tokens,
             is_packed=all(model.is_packed for model in self._models),
         )
-        cut = equally_many(pieces, self._workers)
+        cut = equally_many(pieces, self._data)
         return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:

@@ -6,7 +6,7 @@ B responses, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.data.padding import pad_right
+from raypo.models.sequence_parallel import SequenceGroup
 from raypo.types import Experience
 
 
@@ -80,25 +81,33 @@ class Roles:
     """Ranks of each team: all workers, or the policy's workers and the critic's."""
     mpu: DataParallel | None = None
     """Data-parallel group for DeepSpeed, or None if the team is all workers."""
+    sequence: SequenceGroup | None = None
+    """Workers that share the tokens of this worker's rows, or None if it computes them alone."""
+    of_rows: Workers | None = None
+    """Workers among whom the rows of a step are dealt: one of each sequence group of the team. None
+    without sequence groups."""
 
     @classmethod
-    def shared(cls, workers: Workers) -> Roles:
-        """Let all workers train both models."""
-        return cls(workers, workers, (range(workers.count),))
+    def shared(cls, workers: Workers, sequence_parallel: int = 1) -> Roles:
+        """Let all workers train both models; they call it together. See `of`."""
+        teams = (range(workers.count),)
+        return cls(workers, workers, teams)._in_sequence_groups(sequence_parallel)
 
     @classmethod
-    def of(cls, workers: Workers, critic_workers: int) -> Roles:
+    def of(cls, workers: Workers, critic_workers: int, sequence_parallel: int = 1) -> Roles:
         """Let the last `critic_workers` workers train the critic; all workers call it together.
 
         Args:
             workers: All learner workers.
             critic_workers: `learner.critic_workers`. 0 means that all workers train both models.
+            sequence_parallel: `learner.sequence_parallel`.
 
         Raises:
-            ValueError: no worker is left for the policy.
+            ValueError: no worker is left for the policy, or workers are left over that are no whole
+                sequence group.
         """
         if not critic_workers:
-            return cls.shared(workers)
+            return cls.shared(workers, sequence_parallel)
         first = workers.count - critic_workers
         if first < 1:
             raise ValueError(
@@ -108,7 +117,39 @@ class Roles:
             )
         teams = (range(first), range(first, workers.count))
         own = workers.team([len(team) for team in teams])
-        return cls(workers, own, teams, DataParallel.of(teams, workers.rank))
+        roles = cls(workers, own, teams, DataParallel.of(teams, workers.rank))
+        return roles._in_sequence_groups(sequence_parallel)
+
+    def _in_sequence_groups(self, size: int) -> Roles:
+        if size == 1:
+            return self
+        if any(len(team) % size for team in self.teams):
+            raise ValueError(
+                f"learner.sequence_parallel ({size}): must divide the number of workers of each "
+                f"team, but these are {[len(team) for team in self.teams]}. Set it to 1, or start "
+                "with other numbers of workers."
+            )
+        rank = self.everyone.rank
+        sequence = SequenceGroup.of(self.teams, rank, size)
+        of_rows = self.everyone.among(
+            [team[place::size] for team in self.teams for place in range(size)]
+        )
+        return replace(self, sequence=sequence, of_rows=of_rows)
+
+    @property
+    def data(self) -> Workers:
+        """Workers that together hold each row of a step once, for sums over rows."""
+        return self.own if self.of_rows is None else self.of_rows
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Number of workers that hold the same rows."""
+        return 1 if self.sequence is None else self.sequence.count
+
+    @property
+    def writes_samples(self) -> bool:
+        """True on workers that train the policy and together hold each row of a step once."""
+        return self.trains_policy and (self.sequence is None or self.sequence.rank == 0)
 
     @property
     def are_apart(self) -> bool:

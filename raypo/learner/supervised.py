@@ -14,6 +14,7 @@ from raypo.config import ExamplesLearnerSection, LoraSection
 from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import Export, adapter_export, model_export
 from raypo.learner.learning_rate import learning_rate
+from raypo.learner.roles import Roles
 from raypo.learner.router_balance import RouterBalance
 from raypo.learner.state import SkippedUpdates, StateFiles, load_worker_state, worker_state
 from raypo.learner.tasks import Item, Sums, Task
@@ -40,10 +41,15 @@ class SupervisedLearner(Generic[Item]):
     ) -> None:
         self.task = task
         """The task, with its module and loss."""
+        roles = Roles.shared(workers, section.sequence_parallel)
         self._section, self._workers = section, workers
+        self.data = roles.data
+        """Workers among whom the items of a step are dealt."""
         self._num_steps = num_steps
         self._skipped = SkippedUpdates(section.max_skipped_updates, "learner.lr")
-        self._model = TrainedModel(task.module, dtype=dtype, section=section, workers=workers)
+        self._model = TrainedModel(
+            task.module, dtype=dtype, section=section, workers=workers, sequence=roles.sequence
+        )
 
     @property
     def name(self) -> str:
@@ -67,7 +73,7 @@ class SupervisedLearner(Generic[Item]):
         """
         means = WeightedMeans()
         mine = sum(self.task.weight(item) for item in items)
-        normalizer = float(self._workers.sum(as_tensor(mine)))
+        normalizer = float(self.data.sum(as_tensor(mine)))
         section = self._section
         rate = learning_rate(step, self._num_steps, highest=section.lr, section=section)
         self._model.set_learning_rate(rate)
@@ -87,7 +93,7 @@ class SupervisedLearner(Generic[Item]):
         self._skipped.count(applied)
         means.total("train/examples", len(items))
         means.total("train/tokens", sum(item.num_tokens for item in items))
-        metrics = means.reduce(self._workers) | {"train/learning_rate": rate}
+        metrics = means.reduce(self.data) | {"train/learning_rate": rate}
         metrics["train/skipped_updates"] = float(not applied)
         metrics |= balance.metrics("train")
         return metrics if norm is None else metrics | {"train/grad_norm": norm}
@@ -100,7 +106,7 @@ class SupervisedLearner(Generic[Item]):
         pieces = self._microbatches(items)
         self._before_losses(pieces)
         _add(means, [self._loss(piece)[1] for piece in pieces], "eval")
-        return means.reduce(self._workers)
+        return means.reduce(self.data)
 
     def without_adapter(
         self, items: Sequence[Item], ask: Callable[[Any, Sequence[Item], Any], list[T]]
@@ -187,14 +193,14 @@ class SupervisedLearner(Generic[Item]):
         prompts = [item.prompt_ids.tobytes() for item in items]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
-        budget = self._section.microbatch_tokens
+        budget = self._section.pass_tokens
         pieces = batches_by_tokens(
             prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed
         )
-        return equally_many(pieces, self._workers)
+        return equally_many(pieces, self.data)
 
     def _before_losses(self, pieces: list[list[Item]]) -> None:
-        self.task.before_losses(self._model, pieces, self._workers, self._model.device)
+        self.task.before_losses(self._model, pieces, self.data, self._model.device)
 
     def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
         """Return the summed loss and the metrics of a microbatch.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from raypo.collectives import Workers
-from raypo.config import WorkersSection
+from raypo.config import ConfigError, WorkersSection
 from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.deepspeed_internals import (
     compare_within,
@@ -33,12 +33,14 @@ from raypo.learner.optimizers import (
 )
 from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, load_fragments, saved_fragments
+from raypo.models.activation_memory import checkpoint_layers, tile_mlps
 from raypo.models.checkpoint import first_line
 from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
+from raypo.models.sequence_parallel import SequenceGroup
 from raypo.models.shares import has_shards, is_sharded, own_shard, whole_bytes
 from raypo.progress import moved
 
@@ -63,6 +65,7 @@ class TrainedModel:
         section: WorkersSection,
         workers: Workers,
         mpu: DataParallel | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         """Initialise DeepSpeed; all workers of the module call it together.
 
@@ -73,7 +76,13 @@ class TrainedModel:
             workers: The workers that train the module.
             mpu: The same workers, in DeepSpeed's interface. None means all workers of the default
                 group.
+            sequence: Workers that share the tokens of a pass. None means that this worker computes
+                whole rows.
+
+        Raises:
+            ConfigError: workers share tokens, but a network does not read packed rows.
         """
+        _share_tokens(module, sequence)
         deepspeed = import_deepspeed()
         if mpu is not None:
             compare_within(mpu.group)
@@ -81,9 +90,10 @@ class TrainedModel:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         optimizer = new_optimizer(trained, outermost_networks(module), section)
         self._is_muon = section.optimizer == "muon"
-        if section.activation_checkpointing:
+        if kind := section.activation_checkpointing:
             for network in outermost_networks(module):
-                network.gradient_checkpointing_enable({"use_reentrant": False})
+                on_host = kind == "offload" and torch.cuda.is_available()
+                checkpoint_layers(network, on_host=on_host)
         if torch.cuda.is_available():
             for network in outermost_networks(module):
                 avoid_racy_counts(network)
@@ -112,7 +122,7 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
-        _compile_layers(module, section, stage=self._stage)
+        _change_layers(module, section, stage=self._stage)
         if workers.count == 1:
             leave_out_reduction(self._engine)
         self._engine.train()
@@ -272,6 +282,20 @@ class TrainedModel:
                 self._masters[parameter] = head.masters[name] = master
 
 
+def _share_tokens(module: Any, sequence: SequenceGroup | None) -> None:
+    if sequence is None:
+        return
+    for network in outermost_networks(module):
+        if not reads_packed(network):
+            raise ConfigError(
+                f"learner.sequence_parallel ({sequence.count}): {type(network).__name__} cannot "
+                "read packed rows, so workers cannot share its tokens. Set "
+                "learner.sequence_parallel to 1, or give a model whose layers all have full or "
+                "sliding attention."
+            )
+    module.sequence_group = sequence
+
+
 def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     """Yield weights in lists of at most `GATHER_BYTES`, or of a single larger one."""
     together: list[Weight] = []
@@ -287,11 +311,16 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
         yield together
 
 
-def _compile_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
-    """Compile layers as configured, except at stage 3, which changes weights between modules."""
-    if section.compile_layers and stage < 3:
-        for network in outermost_networks(module):
+def _change_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
+    """Compile layers as configured, except at stage 3, which changes weights between modules.
+
+    Then let their MLPs compute tiles, as configured.
+    """
+    for network in outermost_networks(module):
+        if section.compile_layers and stage < 3:
             compile_on_gpus(network)
+        if section.mlp_tile_tokens:
+            tile_mlps(network, section.mlp_tile_tokens)
 
 
 @contextmanager

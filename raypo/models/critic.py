@@ -21,6 +21,7 @@ from raypo.models.model_folder import follow_umask
 from raypo.models.packed_attention import hidden_states, state_size
 from raypo.models.packing import pack_padded
 from raypo.models.scores import has_score_head
+from raypo.models.sequence_parallel import SequenceGroup, sliced
 from raypo.types import Experience
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -94,6 +95,8 @@ class Critic(nn.Module):
         """Add a value head to a backbone. It starts at zero, so V = 0 before training."""
         super().__init__()
         self.backbone = backbone
+        self.sequence_group: SequenceGroup | None = None
+        """Workers that share the tokens of a pass."""
         like = next(backbone.parameters())
         self.value_head = Float32Linear(state_size(backbone), 1, like=like)
         nn.init.zeros_(self.value_head.weight)
@@ -177,6 +180,7 @@ class Critic(nn.Module):
             with_last=with_last,
             device=batch.response_mask.device,
         )
+        packed = sliced(packed, self.sequence_group)
         values = self.value_head(hidden_states(self.backbone, packed)).squeeze(-1)
         return packed.unpacked(values.to(torch.float32))
 

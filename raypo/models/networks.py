@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from raypo.models.scores import sequence_scores
+from raypo.models.sequence_parallel import SequenceGroup
 from raypo.models.token_log_probs import response_log_probs
 from raypo.types import Experience
 
@@ -23,6 +24,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.sequence_group: SequenceGroup | None = None
+        """Workers that share the tokens of a pass."""
 
     def forward(
         self, batch: Experience, *, with_entropy: bool = False, entropy_grad: bool = False
@@ -42,6 +45,7 @@ class Policy(nn.Module):
             entropy_grad=entropy_grad,
             device=batch.response_mask.device,
             experts=batch.experts,
+            group=self.sequence_group,
         )
 
 
@@ -51,7 +55,9 @@ class SequenceScorer(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.sequence_group: SequenceGroup | None = None
+        """Workers that share the tokens of a pass."""
 
     def forward(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tensor:
         """Return scores [B] float32 of prompts with their responses."""
-        return sequence_scores(self.model, prompts, responses)
+        return sequence_scores(self.model, prompts, responses, group=self.sequence_group)

@@ -24,6 +24,7 @@ from raypo.models.compiled import compiled
 from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
 from raypo.models.router_replay import replay
 from raypo.models.routers import about_to_pass
+from raypo.models.sequence_parallel import SlicedLayout
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
@@ -52,6 +53,8 @@ LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
 """Largest head size for which the GPU's shared memory is not checked. With larger heads, the
 backward pass of flex attention needs `LARGE_HEAD_SHARED_BYTES` of it per thread block
 (pytorch/pytorch#198224)."""
+QUERIES = 1024
+"""Number of queries that attention with a window or a cap computes at a time on CPUs."""
 MAX_COMPILED = 64
 """Maximum number of compiled variants of flex attention in a process. Each combination of
 dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
@@ -255,6 +258,8 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
 
 def _for_attention(packed: Packed) -> Packed:
     """Return packed rows as the attention of their device reads them fastest."""
+    if isinstance(packed.layout, SlicedLayout):  # `sliced` has done it
+        return packed
     return in_whole_blocks(packed) if packed.layout.device.type == "cuda" else packed
 
 
@@ -307,8 +312,17 @@ def packed_attention(
 
     On a GPU, flex attention computes only the blocks that the layout allows. On a CPU, long prompts
     are shared (`SharedPrompts`). With short prompts, attention uses one row per response, padded on
-    the right; the rest of the model still processes each token once.
+    the right; the rest of the model still processes each token once. If workers share the tokens,
+    this is [1, N / n, H, D] of a worker's own tokens.
     """
+    if isinstance(layout, SlicedLayout):
+        more |= {"layout": layout.whole, "scaling": scaling}
+        more |= {"sliding_window": sliding_window, "softcap": softcap}
+
+        def attention(*heads: Tensor) -> Tensor:
+            return packed_attention(module, *heads, attention_mask, **more)[0]
+
+        return layout.attend(attention, query, key, value), None
     if layout is not None and query.is_cuda:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         attend = partial(_flex_attention(), scale=scale, kernel_options=KERNEL_OPTIONS)
@@ -382,15 +396,23 @@ def _attend(
     if length <= (window or length) and softcap is None:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return mixed.transpose(1, 2)
-    position = torch.arange(length, device=q.device)
-    before = position[:, None] - position  # [L, L]
-    mask = (before >= 0) & (before < (window or length))
-    if softcap is None:
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return mixed.transpose(1, 2)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+    position, pieces = torch.arange(length, device=q.device), []
+    # A few queries at a time: a mask of the whole length would grow with its square.
+    for first in range(0, length, QUERIES):
+        last = min(first + QUERIES, length)
+        oldest = max(0, first - (window or length) + 1)
+        before = position[first:last, None] - position[oldest:last]
+        mask = (before >= 0) & (before < (window or length))
+        own, keys, values = q[:, :, first:last], k[:, :, oldest:last], v[:, :, oldest:last]
+        if softcap is None:
+            pieces.append(
+                scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scale)
+            )
+            continue
+        scores = softcap * torch.tanh(own @ keys.transpose(-1, -2) * scale / softcap)
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        pieces.append(scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values)
+    return torch.cat(pieces, dim=2).transpose(1, 2)
 
 
 def flex(

@@ -159,7 +159,16 @@ class Packed:
     def unpacked(self, answers: Tensor) -> Tensor:
         """Arrange results [M] as [B, T], with 0 on padding."""
         rows, width = self.shape
-        return answers.new_zeros(rows * width).scatter(0, self.places, answers).view(rows, width)
+        joined = self.joined(answers)
+        return joined.new_zeros(rows * width).scatter(0, self.places, joined).view(rows, width)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return the rows of the results that this worker computes, here all (`PackedSlice`)."""
+        return rows
+
+    def joined(self, answers: Tensor) -> Tensor:
+        """Return all results from those that this worker computes, here all (`PackedSlice`)."""
+        return answers
 
 
 def pack(

@@ -16,6 +16,7 @@ from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
+from raypo.models.sequence_parallel import SequenceGroup, sliced
 
 
 def response_log_probs(
@@ -30,6 +31,7 @@ def response_log_probs(
     entropy_grad: bool = False,
     device: torch.device | None = None,
     experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
+    group: SequenceGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of response tokens under softmax(logits / temperature), and the entropy.
 
@@ -42,6 +44,8 @@ def response_log_probs(
         device: Device of the model. None means the device of the ids.
         experts: Experts of each token, to be used instead of the routers' own choice. None means
             the own choice.
+        group: Workers that share the tokens; all of them get the results of the same rows. None
+            means that this worker computes all tokens.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
@@ -51,6 +55,7 @@ def response_log_probs(
     packed = pack_padded(
         prompt_ids, prompt_mask, response_ids, attention_mask, device=device, experts=experts
     )
+    packed = sliced(packed, group)
     log_probs, entropy = packed_log_probs(
         model, packed, temperature=temperature, with_entropy=with_entropy
     )

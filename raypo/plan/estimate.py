@@ -164,9 +164,15 @@ def _learner(
     gathered = update.pop("gathered weights", 0)
     learning, reading = _batches(config, workers=sharding.workers)
     checkpointing = config.learner.activation_checkpointing
+    result.host |= _inputs_on_host(config, learned, learning, device)
     saved = max(
         memory.activations(
-            model.shape, learning, itemsize=itemsize, device=device, checkpointing=checkpointing
+            model.shape,
+            learning,
+            itemsize=itemsize,
+            device=device,
+            checkpointing=checkpointing,
+            mlp_tile=config.learner.mlp_tile_tokens,
         )
         for model in learned
     )
@@ -191,11 +197,23 @@ def _learner(
             pushed["gathered weights"] = memory.push_bytes(first, itemsize=itemsize)
         result.phases |= {"push": pushed, "probe": dict(log_probs)}
     in_ram = result.host if device == "cuda" else result.held
-    in_ram.update(_replayed(config, models.policy, workers=sharding.workers))
+    groups = sharding.workers // config.learner.sequence_parallel
+    in_ram.update(_replayed(config, models.policy, workers=groups))
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():
             log_probs[name] = reference.parameters * itemsize
     return result
+
+
+def _inputs_on_host(
+    config: AnyConfig, learned: Sequence[Learned], batch: Batch, device: Device
+) -> Bytes:
+    """Return the size of the layers' inputs that wait in RAM for the backward pass."""
+    if config.learner.activation_checkpointing != "offload" or device != "cuda":
+        return {}
+    itemsize = ITEMSIZE[config.model.dtype]
+    sizes = (memory.layer_inputs(model.shape, batch, itemsize=itemsize) for model in learned)
+    return {"layer inputs": max(sizes)}
 
 
 def _replayed(config: AnyConfig, shape: ModelShape, *, workers: int) -> Bytes:
@@ -225,15 +243,20 @@ def _loaded_whole(
 def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
     """Return a worker's largest micro-batches: in an update, and in the passes before it."""
     if isinstance(config, OnlineConfig):
-        rows = config.rows_per_update, config.responses_per_step
-        return _batch(config, rows[0], workers), _batch(config, rows[1], workers)
+        rows, shares = config.rows_per_update, config.learner.sequence_parallel
+        return (
+            _batch(config, rows, workers, shares=shares),
+            _batch(config, config.responses_per_step, workers, shares=shares),
+        )
     learner, answers = config.learner, 1 if isinstance(config, SFTConfig) else 2
+    groups = learner.num_workers // learner.sequence_parallel
     batch = memory.worst_batch(
         max_tokens=learner.microbatch_tokens,
-        max_rows=-(-learner.batch_size // learner.num_workers) * answers,
+        max_rows=-(-learner.batch_size // groups) * answers,
         samples=answers,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.data.max_response_tokens,
+        shares=learner.sequence_parallel,
     )
     return batch, batch
 
@@ -419,14 +442,18 @@ def _communicators(groups: Sequence[bool], device: Device) -> int:
     return COMMUNICATOR * sum(groups) if device == "cuda" else 0
 
 
-def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
-    """Return a worker's largest micro-batch. `rows` counts the responses of all workers."""
+def _batch(config: OnlineConfig, rows: int, workers: int, *, shares: int = 1) -> Batch:
+    """Return a worker's largest micro-batch. `rows` counts the responses of all workers.
+
+    `shares` is the number of workers that share the tokens of each row.
+    """
     return memory.worst_batch(
         max_tokens=config.learner.microbatch_tokens,
-        max_rows=-(-rows // workers),
+        max_rows=-(-rows * shares // workers),
         samples=config.rollout.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=config.rollout.max_response_tokens,
+        shares=shares,
     )
 
 

@@ -74,6 +74,8 @@ CHOICES = (
 weights are off-loaded."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Values of `learner.deepspeed` that off-load the optimizer to RAM."""
+TILE = 4096
+"""Value of `learner.mlp_tile_tokens` that is proposed for long rows."""
 CORES_PER_GPU = 3
 """CPU cores that keep a GPU busy (an estimate): the learner's thread, the engine's, and Ray's."""
 MAX_REMEDIES = 3
@@ -609,7 +611,7 @@ def remedies(plan: Plan) -> list[Changes]:
 def _remedy(plan: Plan) -> str:
     """Name the keys to change so that the run fits."""
     sentences = [
-        " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
+        " and ".join(f"{key} to {flow(value)}" for key, value in changes.items())
         for changes in remedies(plan)
     ]
     if not sentences:
@@ -631,8 +633,9 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         if isinstance(config, OnlineConfig)
         else config.data.max_response_tokens
     )
-    halves = [half for half in halves if half >= longest]
+    halves = [half for half in halves if half * learner.sequence_parallel >= longest]
     off_load = OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
+    checkpoints = [False, True, *(["offload"] if plan.device == "cuda" else [])]
     engine: dict[str, list[Any]] = {}
     if sampled:
         section = sampled.rollout.engine
@@ -647,12 +650,30 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         "learner.num_workers": worker_counts(plan),
         "learner.max_tokens_per_microbatch": halves,
         "learner.zero_stage": list(range(learner.zero_stage + 1, 4)),
-        "learner.activation_checkpointing": [True] if not learner.activation_checkpointing else [],
+        "learner.activation_checkpointing": checkpoints[
+            checkpoints.index(learner.activation_checkpointing) + 1 :
+        ],
+        "learner.mlp_tile_tokens": [TILE] if not learner.mlp_tile_tokens and longest > TILE else [],
         "learner.deepspeed": [off_load] if off_load != learner.deepspeed else [],
         **{f"rollout.engine.{key}": choices for key, choices in engine.items()},
         "model.dtype": ["bfloat16"] if config.model.dtype == "float32" else [],
     }
-    return [[{key: value} for value in choices] for key, choices in values.items()]
+    ways = [[{key: value} for value in choices] for key, choices in values.items()]
+    return [*ways, _shared_rows(plan)]
+
+
+def _shared_rows(plan: Plan) -> list[Changes]:
+    """Return larger numbers of workers that share a row, with as many workers as they need."""
+    learner = plan.config.learner
+    apart = learner.total_workers - learner.num_workers
+    return [
+        {"learner.sequence_parallel": size}
+        | ({} if count == learner.num_workers else {"learner.num_workers": count})
+        for size in (2, 4, 8)
+        for count in (learner.num_workers, *worker_counts(plan))
+        if size > learner.sequence_parallel and not learner.is_elastic
+        if count % size == 0 and apart % size == 0
+    ]
 
 
 def worker_counts(plan: Plan) -> list[int]:
@@ -673,7 +694,7 @@ def _first_that_fits(plan: Plan, way: Sequence[Changes]) -> Changes | None:
     return None
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """Format a value as in a run file, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

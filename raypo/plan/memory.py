@@ -39,6 +39,13 @@ class Batch:
     """Tokens of each prompt."""
     tokens: int
     """Tokens of the micro-batch. A prompt counts once, not once for each of its responses."""
+    shares: int = 1
+    """Number of workers that share the tokens (`learner.sequence_parallel`)."""
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that one worker computes."""
+        return -(-self.tokens // self.shares)
 
 
 @dataclass
@@ -69,7 +76,13 @@ class Memory:
 
 
 def worst_batch(
-    *, max_tokens: int, max_rows: int, samples: int, prompt_tokens: int, response_tokens: int
+    *,
+    max_tokens: int,
+    max_rows: int,
+    samples: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    shares: int = 1,
 ) -> Batch:
     """Return the micro-batch with the most memory that a token budget allows.
 
@@ -79,26 +92,35 @@ def worst_batch(
     keys and values.
 
     Args:
-        max_tokens: Token budget; one prompt with one response may exceed it.
+        max_tokens: Token budget of each worker; one prompt with one response may exceed it.
         max_rows: Number of responses that the worker processes.
         samples: Responses to each prompt.
         prompt_tokens: Maximum tokens of a prompt.
         response_tokens: Maximum tokens of a response.
+        shares: Number of workers that share the tokens.
     """
     whole = -(-max_rows // samples) * prompt_tokens + max_rows * response_tokens
-    tokens = max(prompt_tokens + response_tokens, min(max_tokens, whole))
+    tokens = max(prompt_tokens + response_tokens, min(max_tokens * shares, whole))
     responses = min(max_rows, samples, -(-max(1, tokens - prompt_tokens) // response_tokens))
     prompts = -(-tokens // (prompt_tokens + responses * response_tokens))
-    return Batch(prompts, responses, prompt_tokens, tokens)
+    return Batch(prompts, responses, prompt_tokens, tokens, shares)
 
 
 def activations(
-    shape: ModelShape, batch: Batch, *, itemsize: int, device: str, checkpointing: bool = False
+    shape: ModelShape,
+    batch: Batch,
+    *,
+    itemsize: int,
+    device: str,
+    checkpointing: bool | str = False,
+    mlp_tile: int | None = None,
 ) -> int:
-    """Return the bytes that a forward pass saves for the backward pass.
+    """Return the bytes that a forward pass saves on the device for the backward pass.
 
     With checkpointing (`learner.activation_checkpointing`), these are the input of each layer (bh)
-    and all activations of one layer. The backward pass recomputes the latter, layer by layer.
+    and all activations of one layer. The backward pass recomputes the latter, layer by layer. On
+    GPUs `offload` moves the inputs to the host (`layer_inputs`). With tiles
+    (`learner.mlp_tile_tokens`), the activations of MLPs exist for one tile of one layer only.
 
     Bytes per token, for transformers' Llama with packed attention:
     - norm: input in float32, normalised input and output (4h + 2bh);
@@ -116,15 +138,30 @@ def activations(
     is_shared = device == "cuda" or repeated > SHARED_SCORES
     attended = 4 * (batch.tokens if is_shared else of_rows)
     attention = (attended + batch.tokens) * itemsize * shape.attention
-    layer, last = (2 * norm + mlp) * batch.tokens + attention, norm * batch.tokens
-    if checkpointing:
-        return shape.layers * itemsize * shape.hidden * batch.tokens + layer + last
-    return shape.layers * layer + last
+    layer, last = 2 * norm * batch.tokens + attention, norm * batch.tokens
+    tile = 0
+    if mlp_tile is None or mlp_tile >= batch.own_tokens:
+        layer += mlp * batch.tokens
+    else:
+        tile = mlp * mlp_tile
+    if not checkpointing:
+        layers = shape.layers * layer
+    elif checkpointing == "offload" and device == "cuda":
+        layers = layer
+    else:
+        layers = layer + shape.layers * itemsize * shape.hidden * batch.tokens
+    # Each worker has a slice of the tokens, or of the heads.
+    return -(-(layers + last) // batch.shares) + tile
+
+
+def layer_inputs(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
+    """Return the bytes of the inputs of all layers."""
+    return shape.layers * itemsize * shape.hidden * batch.own_tokens
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
     """Return the peak bytes of one layer without gradients: residual, norm and MLP."""
-    return batch.tokens * itemsize * (3 * shape.hidden + 4 * shape.intermediate)
+    return batch.own_tokens * itemsize * (3 * shape.hidden + 4 * shape.intermediate)
 
 
 def logits(
@@ -151,7 +188,7 @@ def logits(
             The whole chunk is then processed in float32 in one piece, with autograd.
     """
     rows = chunk_rows(shape.vocabulary, device, is_fused=not of_divergence)
-    elements = min(batch.tokens, rows) * shape.vocabulary
+    elements = min(batch.own_tokens, rows) * shape.vocabulary
     weight = shape.vocabulary * shape.hidden
     made = elements * itemsize
     if head_in_float32 and itemsize < MASTER:

@@ -163,7 +163,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             read = [replace(item, prompt_ids=read_by_teacher(item)) for item in untaught]
             return learner.asked(read, task.top_log_probs)
 
-        top = self.computed(items, top_tokens)
+        top = self.computed(items, learner, top_tokens)
         return with_teacher({key: items[key] for key in top}, list(top.values()))
 
     def _sampled(

@@ -63,7 +63,7 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         assert isinstance(task, PreferenceTask)
         is_round = self.run.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        log_probs = self.computed(items, lambda pairs: ask(pairs, task.log_probs))
+        log_probs = self.computed(items, learner, lambda pairs: ask(pairs, task.log_probs))
         return {
             key: replace(items[key], ref_log_probs=of_pair) for key, of_pair in log_probs.items()
         }

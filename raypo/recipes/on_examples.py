@@ -175,15 +175,16 @@ def train_on_examples(
 
     def train_step(step: int, clock: Clock) -> StepResult:
         batch = [item for _, item in examples.stream.take(config.learner.batch_size)]
-        shares = even_shares([lengths(item) for item in batch], workers.count)
-        metrics = learner.update([batch[index] for index in shares[workers.rank]], step=step)
+        shares = even_shares([lengths(item) for item in batch], learner.data.count)
+        metrics = learner.update([batch[index] for index in shares[learner.data.rank]], step=step)
         clock.lap("time/update_s")
         return StepResult(metrics, {"stream": examples.stream.state_dict()})
 
     def evaluate(step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if examples.held_out:
-            metrics = learner.evaluate(examples.held_out[workers.rank :: workers.count])
+            data = learner.data
+            metrics = learner.evaluate(examples.held_out[data.rank :: data.count])
         return metrics | (answers.evaluate(learner, version=step) if answers else {})
 
     if records.last_step == 0:

@@ -56,7 +56,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         inputs = OnlineInputs.load(run)  # 2. prompts, tokenizer, reward function
         services = start_services(run)  # engines, reference and reward models
         records = Records(run)
-        roles = Roles.of(run.workers, config.learner.critic_workers)
+        section = config.learner
+        roles = Roles.of(run.workers, section.critic_workers, section.sequence_parallel)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, roles)
         rollouts = Rollouts(run, records, inputs, services, phases, weights)
@@ -84,22 +85,21 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             batch = rollouts.take(step, clock)  # 4. sampled, scored and filtered
             dealt = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
             phases.enter(Phase.LEARN)
-            # Only workers that train the policy write samples: together they hold each one once.
-            with records.keeping(step, dealt if roles.trains_policy else []):
+            with records.keeping(step, dealt if roles.writes_samples else []):
                 # 5. advantages, PPO epochs: `ppo_step`, below
                 experience, metrics, state = ppo_step(
                     learner,
                     to_experience(dealt, parts=config.ppo.part_names),
                     config.ppo,
                     state,
-                    roles.own,
+                    roles.data,
                     max_new_tokens=config.rollout.max_response_tokens,
                     step=step,
                     clock=clock,
                 )
             metrics |= rollouts.metrics(batch, step)
             records.write_samples(
-                step, partial(rollout_rows, dealt, experience) if roles.trains_policy else list
+                step, partial(rollout_rows, dealt, experience) if roles.writes_samples else list
             )
             clock.lap("time/save_rollouts_s")
 
@@ -141,8 +141,8 @@ def ppo_step(
         experience: This worker's share of the step.
         ppo: The section `ppo` of the config.
         state: State that the previous step returned: coefficients and moments of scores.
-        workers: Workers that train the same model as this one. Together they hold each sample of
-            the step once.
+        workers: Workers that train the same model as this one and together hold each sample of the
+            step once.
         max_new_tokens: Longest response, in tokens.
         step: Step number, from 1.
         clock: Clock that records the time of each part.

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
+from raypo.collectives import Workers
 from raypo.config import RoundsConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.roles import Roles
@@ -131,9 +132,9 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         updates: list[dict[str, float]] = []
         for number in range(workers.broadcast(len(batches))):
             batch = batches[number] if batches else []  # other workers than the first have none
-            shares = even_shares([lengths(item) for item in batch], workers.count)
-            share = workers.scatter([[batch[index] for index in share] for share in shares])
-            updates.append(learner.update(share, step=step))
+            shares = even_shares([lengths(item) for item in batch], learner.data.count)
+            items = [[batch[index] for index in share] for share in shares]
+            updates.append(learner.update(_scattered(items, workers), step=step))
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         columns = {name: [row[name] for row in updates if name in row] for name in names}
         return {"train/updates": float(len(updates))} | {
@@ -142,20 +143,24 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         }
 
     def computed(
-        self, items: Mapping[SampleKey, Item], compute: Callable[[list[Item]], Sequence[T]]
+        self,
+        items: Mapping[SampleKey, Item],
+        learner: SupervisedLearner[Item],
+        compute: Callable[[list[Item]], Sequence[T]],
     ) -> dict[SampleKey, T]:
         """Let each worker compute something of about as many items.
 
         Args:
             items: The items on the first worker, none on all others.
+            learner: The learner that computes it.
             compute: Function of this worker's items, which returns a value for each.
 
         Returns:
             The values on the first worker, none on all others.
         """
-        workers = self.run.workers
+        workers, count = self.run.workers, learner.data.count
         pairs = sorted(items.items(), key=lambda pair: pair[0])
-        share = workers.scatter([pairs[rank :: workers.count] for rank in range(workers.count)])
+        share = _scattered([pairs[rank::count] for rank in range(count)], workers)
         values = zip(share, compute([item for _, item in share]), strict=True)
         shares = workers.gather_first({key: value for (key, _), value in values})
         return {key: value for share in shares for key, value in share.items()}
@@ -220,6 +225,15 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
 
         run_steps(run, records, checkpoints, train_round, rollouts.evaluate)
         return records.finish()
+
+
+def _scattered(shares: Sequence[list[T]], workers: Workers) -> list[T]:
+    """Return this worker's share of those of the first worker.
+
+    There may be fewer shares than workers. Neighbours, a sequence group, then get the same one.
+    """
+    size = workers.count // len(shares)
+    return workers.scatter([shares[rank // size] for rank in range(workers.count)])
 
 
 def key_of(sample: Rollout) -> SampleKey:

@@ -31,6 +31,7 @@ def deal(
     seed: tuple[int, ...],
     num_workers: int,
     teams: Sequence[range] = (),
+    sequence_parallel: int = 1,
 ) -> list[list[Rollout]]:
     """Return each worker's share of a batch. Each rollout has the number of its minibatch.
 
@@ -42,6 +43,7 @@ def deal(
         num_workers: Number of workers.
         teams: Ranks of each team, such as policy and critic. Each team gets the whole batch. Empty
             means that all workers are one team.
+        sequence_parallel: Number of neighbouring workers of a team that get the same share.
     """
     ordered = sorted(batch, key=lambda rollout: rollout.key)
     prompt_lengths = [len(rollout.prompt_ids) for rollout in ordered]
@@ -63,8 +65,10 @@ def deal(
             by_prompt.setdefault(prompt, []).append(index)
         pieces = list(by_prompt.values())
         for team in teams or [range(num_workers)]:
-            shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
-            for rank, share in zip(team, shares, strict=True):
+            num_shares = len(team) // sequence_parallel
+            shares = balanced_shares(pieces, prompt_lengths, response_lengths, num_shares)
+            for place, rank in enumerate(team):
+                share = shares[place // sequence_parallel]
                 dealt[rank] += [replace(ordered[index], minibatch=number) for index in share]
     return dealt
 

@@ -54,9 +54,10 @@ def with_references(
             evaluated = policy if reference is None else reference.to(device)
             return task.log_probs(evaluated, batch, device)
 
-        share = items[workers.rank :: workers.count]
-        shares = workers.gather(learner.without_adapter(share, ask))
-        log_probs = [shares[n % workers.count][n // workers.count] for n in range(len(items))]
+        data = learner.data
+        share = items[data.rank :: data.count]
+        shares = data.gather(learner.without_adapter(share, ask))
+        log_probs = [shares[n % data.count][n // data.count] for n in range(len(items))]
         if workers.rank == 0:
             _write(run.files, digest, log_probs)
     return ItemStore(

@@ -125,6 +125,7 @@ class Rollouts:
             seed=(run.config.seed, step),
             num_workers=run.workers.count,
             teams=self._weights.roles.teams,
+            sequence_parallel=self._weights.roles.sequence_parallel,
         )
         return run.workers.scatter(shares)
 

@@ -24,6 +24,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "learner.zero_stage": 3,
         "rollout.engine.tensor_parallel": 2,
     },
+    "stage 3, two workers that share the tokens of their rows": {
+        "learner.num_workers": 2,
+        "learner.zero_stage": 3,
+        "learner.sequence_parallel": 2,
+    },
     "stage 3, policy and critic on a worker each": {
         "learner.num_workers": 1,
         "learner.critic_workers": 1,

@@ -102,10 +102,8 @@ def items_of(kind: str) -> list[Any]:
     return made
 
 
-def example_update(
-    kind: str, learner: SupervisedLearner[Any], workers: Workers, *, step: int
-) -> dict[str, float]:
+def example_update(kind: str, learner: SupervisedLearner[Any], *, step: int) -> dict[str, float]:
     """Update a learner on this worker's share of the examples."""
-    items = items_of(kind)
-    share = even_shares([lengths(item) for item in items], workers.count)[workers.rank]
+    items, data = items_of(kind), learner.data
+    share = even_shares([lengths(item) for item in items], data.count)[data.rank]
     return learner.update([items[place] for place in share], step=step)

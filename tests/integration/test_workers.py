@@ -45,27 +45,32 @@ NORMS = {"ppo/policy_grad_norm", "ppo/critic_grad_norm", "train/grad_norm"}
 def run_workers(
     folder: Path, count: int, cases: list[tuple[str, int]], **more: Any
 ) -> dict[Any, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     task = folder / f"task_{count}.json"
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "out": str(out)}
     asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, "resume": []}
     asked |= {"learner": {}, **more}
     task.write_text(json.dumps(asked))
+    start_workers(folder, count, "tests.integration.workers_probe", str(task))
+    return torch.load(out, weights_only=True)
+
+
+def start_workers(folder: Path, count: int, module: str, argument: str) -> None:
+    """Run a module as several workers, and wait for their ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     # Files, not pipes: a worker whose pipe is full would wait for a reader, and the other for it.
     logs = [folder / f"worker_{rank}_of_{count}.log" for rank in range(count)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as stderr:
-            command = [sys.executable, "-m", "tests.integration.workers_probe", str(task)]
+            command = [sys.executable, "-m", module, argument]
             env = {**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, stderr=stderr))
     codes = [process.wait(timeout=3600) for process in processes]
     assert codes == [0] * count, "\n".join(log.read_text() for log in logs)
-    return torch.load(out, weights_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,7 @@ def one_step(
         seed=(0, 1),
         num_workers=workers.count,
         teams=roles.teams,
+        sequence_parallel=roles.sequence_parallel,
     )
     dealt = workers.scatter(hands)
     _, figures, _ = ppo_step(
@@ -120,7 +121,7 @@ def one_step(
         to_experience(dealt),
         PPO,
         UpdateState.initial(PPO),
-        roles.own,
+        roles.data,
         max_new_tokens=LONGEST,
         step=step,
         clock=Clock(),
@@ -142,23 +143,23 @@ def bytes_off_the_device(learner: Learner) -> int:
     return moved
 
 
-def steps_of(case: Case, model: str, roles: Roles) -> dict[str, Any]:
+def steps_of(case: Case, model: str, roles: Roles, section: dict[str, Any]) -> dict[str, Any]:
     """Update two equal learners twice; one of them is moved to the host and back before each step.
 
     They must report the same figures, and all bytes that they hold at the end must be equal.
     """
     workers, is_example = roles.everyone, case.kind in KINDS
     zero = {"stage3_param_persistence_threshold": 0, **OFF_LOADS[case.off_load]}
-    keys = {"zero_stage": case.stage, "deepspeed": {"zero_optimization": zero}}
+    keys = {"zero_stage": case.stage, "deepspeed": {"zero_optimization": zero}, **section}
 
     def make() -> Any:
         if is_example:
             return example_learner(case.kind, model, case.dtype, keys, workers)
-        return new_learner(model, case.dtype, case.stage, roles, zero)
+        return new_learner(model, case.dtype, case.stage, roles, zero, section)
 
     def update(learner: Any, step: int) -> dict[str, float]:
         if is_example:
-            return example_update(case.kind, learner, workers, step=step)
+            return example_update(case.kind, learner, step=step)
         one_minibatch = PPO.minibatch_size // SAMPLES
         return one_step(learner, roles, step=step, groups=one_minibatch)["figures"]
 
@@ -192,7 +193,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()
-    roles = Roles.of(workers, task["critic_workers"])
+    shares = task["learner"].get("sequence_parallel", 1)
+    roles = Roles.of(workers, task["critic_workers"], shares)
     results = {}
     for dtype, stage in task["cases"]:
         case = (task["model"], dtype, stage, roles, None, task["learner"])
@@ -224,9 +226,10 @@ def main() -> None:
         learner = new_learner(task["model"], dtype, stage, roles, None, task["learner"])
         learner.restore(directory)
         results[name] = one_step(learner, roles, step=2)
-    team = cache(lambda critic_workers: Roles.of(workers, critic_workers))
+    team = cache(lambda critic_workers: Roles.of(workers, critic_workers, shares))
     for case in (Case(*each) for each in task["matrix"]):
-        results[tuple(case)] = steps_of(case, task["model"], team(int(case.kind == "apart")))
+        critic_workers = workers.count // 2 if case.kind == "apart" else 0
+        results[tuple(case)] = steps_of(case, task["model"], team(critic_workers), task["learner"])
         # DeepSpeed collects garbage at each move and each start: not through what is here already.
         gc.collect()
         gc.freeze()

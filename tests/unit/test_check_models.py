@@ -19,10 +19,18 @@ from transformers import (
     Gemma3ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MambaConfig,
+    Qwen3NextConfig,
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_kernels, check_model, check_models, check_rotations
+from raypo.checks.model_checks import (
+    check_kernels,
+    check_model,
+    check_models,
+    check_rotations,
+    check_shared_rows,
+)
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.examples import load_examples, load_pairs
@@ -151,6 +159,35 @@ def test_experts_that_cannot_be_replayed_are_refused(
         "rollout.router_replay (engine): the experts of model.policy (policy) cannot be replayed, "
         f"because its {reason} Set it to off."
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            Qwen3NextConfig(num_hidden_layers=4, num_experts=4),
+            "not all of its layers have full or sliding attention over earlier tokens",
+        ),
+        (MambaConfig(), "not all of its layers have full or sliding attention over earlier tokens"),
+        (Gemma3Config(), "it reads images"),
+    ],
+)
+def test_models_whose_rows_cannot_be_shared_are_refused(here: Path, config: Any, reason: str):
+    """Linear attention and recurrence pass a state on; peers train on wrong gradients there."""
+    config.save_pretrained(here / "policy")
+    run = config_of("sft", learner={"sequence_parallel": 2, "num_workers": 2})
+    with pytest.raises(ConfigError) as caught:
+        check_shared_rows(run)
+    assert str(caught.value) == (
+        "learner.sequence_parallel (2): workers cannot share the rows of model.policy (policy, "
+        f"{config.model_type}): {reason}. Set learner.sequence_parallel to 1, or give another "
+        "model."
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_with_attention_share_their_rows(here: Path, recipe: str):
+    check(config_of(recipe, learner={"sequence_parallel": 2, "num_workers": 2}))
 
 
 def test_a_loss_for_the_routers_of_a_reward_model_is_refused(here: Path):

@@ -59,6 +59,35 @@ def test_the_fewest_workers_are_no_more_than_all():
     assert_refused("learner.min_workers", 4, learner__num_workers=[4, 2])
 
 
+def test_workers_share_rows_in_whole_groups():
+    assert_refused("learner.sequence_parallel", 2, learner__sequence_parallel=2)
+    text = refused(learner__sequence_parallel=2, learner__num_workers=2, learner__critic_workers=1)
+    assert "must divide learner.critic_workers (1)" in text
+    text = refused(learner__sequence_parallel=2, learner__num_workers=[2, 4])
+    assert "learner.sequence_parallel (2): needs a fixed number of workers" in text
+    text = refused(learner__sequence_parallel=2, learner__num_workers=2, model__attention="sdpa")
+    assert "learner.sequence_parallel (2): needs raypo's own attention" in text
+
+
+def test_workers_that_share_rows_share_the_budget_of_a_pass_and_need_a_row_together():
+    shared = {"learner__sequence_parallel": 2, "learner__num_workers": 4}
+    lengths = {"data__max_prompt_tokens": 100, "rollout__max_new_tokens": 100}
+    config = PPOConfig.parse(
+        with_keys(
+            **shared,
+            **lengths,
+            learner__max_tokens_per_microbatch=100,
+            rollout__prompts_per_step=2,
+            ppo__minibatch_size=2,
+        )
+    )
+    assert config.learner.pass_tokens == 200
+    text = refused(**shared, **lengths, learner__max_tokens_per_microbatch=99)
+    assert "Set learner.max_tokens_per_microbatch to at least 100" in text
+    text = refused(**shared, rollout__prompts_per_step=1, rollout__samples_per_prompt=1)
+    assert "Set learner.num_workers to at most 2" in text
+
+
 # Numbers
 
 

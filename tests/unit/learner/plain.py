@@ -71,6 +71,7 @@ class PlainModel:
         section: LearnerSection,
         workers: Workers,
         mpu: None = None,
+        sequence: None = None,
     ) -> None:
         self.module, self.workers = module.to(type(self).dtype), workers
         self.device = torch.device("cpu")

@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from raypo.config import ModelSection, PolicyLoraSection
 from raypo.learner.trained_model import outermost_networks
+from raypo.models import activation_memory
+from raypo.models.activation_memory import checkpoint_layers, tile_mlps
 from raypo.models.critic import Critic
 from raypo.models.loading import load_backbone, load_causal_lm
+from raypo.models.lora import load_policy
 from raypo.models.networks import Policy
 from raypo.models.packing import pack
 from raypo.models.token_log_probs import packed_log_probs
@@ -42,6 +48,40 @@ def test_gradients_are_the_same_of_a_fraction_of_the_memory(tmp_path: Path):
     assert kept < whole / 2
     for mine, theirs in zip(again, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_layer_inputs_on_the_host_and_mlps_in_tiles_give_the_same_gradients(tmp_path: Path):
+    """Rows of 20 + 33 tokens in tiles of 16; one of them with an adapter."""
+    for lora in (None, PolicyLoraSection(rank=4)):
+        section = ModelSection(
+            policy=str(tiny_policy(tmp_path, layers=4)), dtype="float32", lora=lora
+        )
+        torch.manual_seed(0)
+        model = load_policy(section)
+        gradients, whole = gradients_and_saved(model)
+        assert tile_mlps(model, 16) == 4
+        tiled, kept = gradients_and_saved(model)
+        assert kept < whole
+        checkpoint_layers(model, on_host=True)
+        on_host, device_bytes = gradients_and_saved(model)
+        assert device_bytes < kept / 2
+        for mine, also, theirs in zip(tiled, on_host, gradients, strict=True):
+            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(also, theirs)
+
+
+def test_layer_inputs_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is saved on the way is seen by whatever keeps it: here the hidden states alone."""
+    moved: list[torch.Size] = []
+
+    def to_host(**_: object) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda tensor: moved.append(tensor.shape) or tensor, lambda t: t)
+
+    monkeypatch.setattr(activation_memory, "save_on_cpu", to_host)
+    model = load_causal_lm(str(tiny_policy(tmp_path, layers=4)), dtype="float32")
+    checkpoint_layers(model, on_host=True)
+    gradients_and_saved(model)
+    assert [shape[-1] for shape in moved if len(shape) == 3] == [64] * 4
 
 
 def test_the_networks_of_policy_and_critic_are_found_whole(tmp_path: Path):

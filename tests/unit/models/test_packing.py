@@ -302,6 +302,28 @@ def long_rows(seed: int, groups: int) -> Packed:
     return pack(prompts, responses)
 
 
+@pytest.mark.parametrize("kind", [{"window": 3}, {"window": 20}, {"softcap": 1.0}])
+def test_few_queries_at_a_time_see_what_all_at_once_see(
+    kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """No mask and no scores have the size of the whole length squared."""
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 37, 3, 8) for _ in range(3)]
+    shown = {"scale": 0.5, "window": None, "softcap": None, **kind}
+    whole = packed_attention._attend(*rows, **shown)
+    masks: list[int] = []
+    monkeypatch.setattr(packed_attention, "QUERIES", 10)
+    attend = packed_attention.scaled_dot_product_attention
+
+    def recorded(*tensors: Tensor, **more: Any) -> Tensor:
+        masks.append(more["attn_mask"].numel())
+        return attend(*tensors, **more)
+
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", recorded)
+    torch.testing.assert_close(packed_attention._attend(*rows, **shown), whole)
+    assert all(size <= 10 * (10 + kind["window"] - 1) for size in masks)
+
+
 @pytest.mark.parametrize("window", [None, 3, 200])
 @pytest.mark.parametrize(("seed", "groups"), [(0, 1), (1, 2), (2, 4), (3, 6)])
 def test_the_blocks_of_flex_attention_are_those_that_torch_finds_by_every_pair(

@@ -525,8 +525,11 @@ def test_every_remedy_makes_the_run_fit(values: dict, size: str, cluster: str, r
         assert again.fits, (changes, again.problems)
         for key in changes if len(changes) > 1 else ():
             fewer = {name: value for name, value in changes.items() if name != key}
-            less = with_values(made.config.model_dump(), fewer)
-            assert not make_plan(PPOConfig.parse(less), made.nodes).fits, f"{key} is not needed"
+            try:
+                less = PPOConfig.parse(with_values(made.config.model_dump(), fewer))
+            except ConfigError:  # workers share a row only if there are as many workers
+                continue
+            assert not make_plan(less, made.nodes).fits, f"{key} is not needed"
 
 
 def test_idle_gpus_are_the_first_remedy_and_are_named(values: dict):

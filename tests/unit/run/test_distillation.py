@@ -179,7 +179,7 @@ def as_own_teacher(workers: Workers) -> dict[Any, str]:
         return [(each.prompt_ids.astype(np.float32), each.response_ids) for each in items]
 
     task = object.__new__(DistillationTask)
-    learner: Any = SimpleNamespace(task=task, asked=asked)
+    learner: Any = SimpleNamespace(task=task, asked=asked, data=workers)
     found = recipe.prepare_items(selected, learner)
     for where, taught in found.items():
         assert written(taught.teacher_ids) == written(taught.response_ids)

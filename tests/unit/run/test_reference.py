@@ -25,7 +25,7 @@ def test_each_reference_is_asked_once_about_every_pair(tmp_path: Path):
             return [(-float(pair.chosen_ids[0]), -float(len(calls))) for pair in pairs]
 
         run: Any = SimpleNamespace(workers=workers, files=RunFiles(str(tmp_path), "run"))
-        learner: Any = SimpleNamespace(task=None, without_adapter=without_adapter)
+        learner: Any = SimpleNamespace(task=None, without_adapter=without_adapter, data=workers)
         found = [
             [
                 pair.ref_log_probs

@@ -46,7 +46,7 @@ def trained(workers: Workers) -> list[Any]:
         run=SimpleNamespace(config=CONFIG, workers=workers), prepare_items=lambda mine, *_: mine
     )
     selected = {} if workers.rank else ITEMS
-    learner: Any = SimpleNamespace(update=update)
+    learner: Any = SimpleNamespace(update=update, data=workers)
     metrics = RoundsRecipe.train(recipe, learner, selected, STEP)
     assert metrics == {"train/updates": 8.0}
     return updates
@@ -82,7 +82,8 @@ def test_each_worker_asks_the_round_s_reference_about_its_share_of_the_pairs(cou
         config = IterativeDPOConfig.parse(VALUES)
         recipe: Any = IterativeDPORecipe.__new__(IterativeDPORecipe)
         recipe.run = SimpleNamespace(config=config, workers=workers)
-        learner: Any = SimpleNamespace(task=PreferenceTask.__new__(PreferenceTask), asked=asked)
+        task = PreferenceTask.__new__(PreferenceTask)
+        learner: Any = SimpleNamespace(task=task, asked=asked, data=workers)
         recipe.services = SimpleNamespace(reference=None)
         return dict(recipe.prepare_items({} if workers.rank else pairs, learner))
 
