@@ -162,7 +162,7 @@ def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) 
             )
 
 
-def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
+def visibility_env(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
     """Return the environment that makes these devices visible to a process, overriding Ray.
 
     Args:
@@ -175,7 +175,9 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
     return {variable: ",".join(ids), NOSET[variable]: "1"}
 
 
-def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def visible_device_env(
+    ids: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return variables that hide all devices except those that Ray has reserved for this process.
 
     Only variables with a NOSET flag are returned. Without the flag, Ray has set the variable
@@ -193,7 +195,7 @@ def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dic
     }
 
 
-def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def merged_visibility_env(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Merge environments of `shown` into one that shows all their devices, in this order."""
     first, *_ = environments
     joined = {

@@ -116,7 +116,7 @@ class Bundle:
 
     def __str__(self) -> str:
         return (
-            f"{words(self.resources)}{with_labels(self.labels)} for "
+            f"{format_resources(self.resources)}{with_labels(self.labels)} for "
             f"{', '.join(map(str, self.occupants))}"
         )
 
@@ -145,7 +145,7 @@ class PlacedBundle:
         return f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else "CPU"
 
 
-def words(resources: Resources) -> str:
+def format_resources(resources: Resources) -> str:
     """Format resources, like `1 CPU, 2 GPU`. Unlimited resources are left out."""
     named = sorted(resources.items())
     bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
@@ -478,10 +478,11 @@ def _refusal(
     if (fits := len(place(workers, nodes, strategy))) < len(workers):
         return (
             f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
-            f"{words(workers[0].resources)}, each on one node; the cluster has {words(total)} on "
-            f"{count}{with_labels(workers[0].labels)}, and the largest node has "
-            f"{words(largest)}: under placement.strategy {strategy} there is room for {fits}. "
-            f"{_change(workers, nodes, strategy)}, or use a larger cluster."
+            f"{format_resources(workers[0].resources)}, each on one node; the cluster has "
+            f"{format_resources(total)} on {count}{with_labels(workers[0].labels)}, and the "
+            f"largest node has {format_resources(largest)}: under placement.strategy {strategy} "
+            f"there is room for {fits}. {_change(workers, nodes, strategy)}, or use a larger "
+            "cluster."
         )
     placed = place(dedicated, nodes, strategy)
     left = without(nodes, dedicated, placed)
@@ -489,15 +490,16 @@ def _refusal(
     if len(placed) < len(dedicated):
         problem, change = f"{groups} does not fit the cluster", "Use a larger cluster"
     else:
-        size = f"{words(workers[0].resources)}{with_labels(workers[0].labels)}"
+        size = f"{format_resources(workers[0].resources)}{with_labels(workers[0].labels)}"
         groups += f" and the learner workers ({_count(len(workers), 'bundle')} of {size})"
         problem = f"{groups} do not fit the cluster at the same time"
         has_gpus = any(node.get("GPU", 0.0) >= workers[0].gpus for node in left)
         change = _change(workers, left, strategy) if has_gpus else "Use a larger cluster"
     return (
-        f"placement.mode: {problem} under placement.strategy {strategy}. It has {words(total)} on "
-        f"{count}, and its largest node {words(largest)}. {change}, lower rollout.engine.count, "
-        "placement.gpus or placement.cpus_per_bundle, or set placement.mode to colocated."
+        f"placement.mode: {problem} under placement.strategy {strategy}. It has "
+        f"{format_resources(total)} on {count}, and its largest node {format_resources(largest)}. "
+        f"{change}, lower rollout.engine.count, placement.gpus or placement.cpus_per_bundle, or "
+        "set placement.mode to colocated."
     )
 
 

@@ -9,7 +9,7 @@ from ray.util.placement_group import PlacementGroup
 
 from raypo.cluster.placement import Bundle, dedicated_bundles, served_roles
 from raypo.config import OnlineConfig
-from raypo.deployment.deployment import Place, start_deployment
+from raypo.deployment.deployment import Placement, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.run.served_roles import deployment_of, measures_memory
 
@@ -21,8 +21,8 @@ def start_dedicated(
     logs_dir: str,
     use_gpu: bool,
     more: Mapping[str, Mapping[str, Any]] | None = None,
-    on_asked: Callable[[PlacementGroup], object] = lambda group: None,
-    say: Callable[[str], object] | None = None,
+    on_requested: Callable[[PlacementGroup], object] = lambda group: None,
+    notify: Callable[[str], object] | None = None,
 ) -> Dedicated:
     """Reserve the dedicated placement group and start its roles. The driver calls this.
 
@@ -32,8 +32,8 @@ def start_dedicated(
         logs_dir: Folder for the logs of the replicas.
         use_gpu: True if the run uses GPUs.
         more: Extra arguments of a role's class, by role.
-        on_asked: Callback that gets the group as soon as it is requested.
-        say: Callback for a message if the group has to wait for resources. None means that the
+        on_requested: Callback that receives the group as soon as it is requested.
+        notify: Callback for a message if the group has to wait for resources. None means that the
             message is printed.
 
     Returns:
@@ -51,8 +51,8 @@ def start_dedicated(
         "the dedicated group",
         name=name,
         placement=config.placement,
-        on_asked=on_asked,
-        say=say,
+        on_requested=on_requested,
+        notify=notify,
     )
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)
@@ -88,10 +88,12 @@ def start_dedicated(
     return dedicated
 
 
-def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:
+def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Placement]]:
     """Return the places of each role's replicas, in the order of the replicas."""
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Placement]] = {}
     for index, bundle in enumerate(bundles):
         for occupant in bundle.occupants:
-            places.setdefault(occupant.role, []).append(Place(group, index, num_gpus=occupant.gpus))
+            places.setdefault(occupant.role, []).append(
+                Placement(group, index, num_gpus=occupant.gpus)
+            )
     return places

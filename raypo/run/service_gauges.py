@@ -14,7 +14,7 @@ from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, Stretch
-from raypo.tracking.trace import note_call
+from raypo.tracking.trace import trace_call
 
 
 @dataclass
@@ -96,7 +96,7 @@ class ServiceGauges:
             for load, stretch in survivors([answer]):
                 stretches[engine.name] = load, stretch
                 for begin, end in stretch.idle:
-                    note_call(engine.name, "idle", begin, end)
+                    trace_call(engine.name, "idle", begin, end)
         return self._engines_load.metrics(stretches)
 
     def memory(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ import ray.util
 import torch
 
 from raypo.cluster.actors import survivors
-from raypo.cluster.devices import together
+from raypo.cluster.devices import merged_visibility_env
 from raypo.cluster.placement import (
     PlacementError,
     ServedRole,
@@ -27,8 +27,8 @@ from raypo.config import OnlineConfig, PolicyExamplesConfig
 from raypo.deployment.deployment import (
     Deployment,
     DeploymentHandle,
-    Place,
-    own_devices,
+    Placement,
+    local_device_env,
     start_deployment,
 )
 from raypo.deployment.reserve import nodes_of
@@ -191,7 +191,7 @@ def start_deployments(
 
 def places_beside(
     roles: Sequence[ServedRole], workers: Workers, nodes: Sequence[str]
-) -> dict[str, list[Place]]:
+) -> dict[str, list[Placement]]:
     """Return the places of each role's replicas: a worker's bundle and one or more GPUs.
 
     All workers call it.
@@ -205,12 +205,14 @@ def places_beside(
         PlacementError: workers that would share a replica are on different nodes.
     """
     beside = workers.gather(_own_place(workers, nodes))
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Placement]] = {}
     for role in roles:
         if problem := torn_apart(role, nodes):
             raise PlacementError(problem)
         places[role.name] = [
-            replace(beside[ranks[0]], env=together([beside[rank].env for rank in ranks]))
+            replace(
+                beside[ranks[0]], env=merged_visibility_env([beside[rank].env for rank in ranks])
+            )
             for ranks in workers_beside(role, nodes)
         ]
     return places
@@ -218,7 +220,7 @@ def places_beside(
 
 def _start(
     deployments: Sequence[Deployment],
-    places: Mapping[str, list[Place]],
+    places: Mapping[str, list[Placement]],
     workers: Workers,
     *,
     in_turn: bool = False,
@@ -236,7 +238,7 @@ def _start(
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
         for deployment in deployments:
-            deployment = replace(deployment, takes_turns=in_turn)
+            deployment = replace(deployment, builds_lazily_on_restart=in_turn)
             role = deployment.role
             handles[role] = start_deployment(deployment, places[role])
             if in_turn and deployment.start_timeout_s is not None:
@@ -246,16 +248,16 @@ def _start(
     return workers.broadcast(handles)
 
 
-def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
+def _own_place(workers: Workers, nodes: Sequence[str]) -> Placement:
     """Return the place beside this worker: its bundle and devices, without reserving resources.
 
     The replica and the worker take turns.
     """
     group = ray.util.get_current_placement_group()
     if group is None:
-        return Place(env=own_devices())
+        return Placement(env=local_device_env())
     # Ray Train sorts its workers after it has created them, so a rank is not a bundle index. Its
     # local rank counts by IP address, which several Ray nodes on one machine share.
     own_node = nodes[workers.rank]
     bundles = [index for index, node in enumerate(nodes_of(group)) if node == own_node]
-    return Place(group, bundles[nodes[: workers.rank].count(own_node)], env=own_devices())
+    return Placement(group, bundles[nodes[: workers.rank].count(own_node)], env=local_device_env())

@@ -12,9 +12,9 @@ from raypo.cluster.placement import served_roles, with_dedicated
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig
 from raypo.config.auto_values import with_auto_of
-from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
+from raypo.deployment.deployment import DeploymentHandle, Placement, start_deployment
 from raypo.deployment.engine_pool import Lease
-from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
+from raypo.deployment.reserve import MESSAGE_AFTER_S, Dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
@@ -79,7 +79,7 @@ def start_shared(
             logs_dir=logs_dir,
             **more.get(role.name, {}),
         )
-        handles[role.name] = start_deployment(deployment, [Place()] * count)
+        handles[role.name] = start_deployment(deployment, [Placement()] * count)
     return Dedicated(handles)
 
 
@@ -117,17 +117,17 @@ def borrow(
         engine_pool: Any = shared.engine_pool
         this_worker = ray.get_runtime_context().current_actor
         leased = engine_pool.lease.remote(run_name, this_worker, timeout_s)
-        if not ray.wait([leased], timeout=SAY_AFTER_S)[0]:
+        if not ray.wait([leased], timeout=MESSAGE_AFTER_S)[0]:
             users = ", ".join(ray.get(engine_pool.runs.remote()))
             Console().message(
                 f"waiting for engines, up to {timeout_s:g} s (placement.timeout_s): {users} are "
                 "using those of the sweep"
             )
         lease = ray.get(leased)
-        if lease is not None and shared.pool and lease.before is not None:
+        if lease is not None and shared.pool and lease.previous_run is not None:
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.
-            survivors(lease.handle.control(Engine.drop_adapter, lease.before))
+            survivors(lease.handle.control(Engine.drop_adapter, lease.previous_run))
     return workers.broadcast(lease and lease.handle)
 
 

@@ -49,15 +49,15 @@ class WeightPusher:
         self._last_push: Callable[[], object] = lambda: None
         self._in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
         # Requests join running batches instead of forming a batch of their own.
-        joins = self._in_flight is not None
+        joins_running_batches = self._in_flight is not None
         self.pushes = Pushes()
-        self.engines = PolicyEngines(services.engine, self.pushes, joins)
+        self.engines = PolicyEngines(services.engine, self.pushes, joins_running_batches)
         """The engines, for sampling between pushes."""
         self._transport = open_transport(
             rollout.engine,
             colocated=config.placement.group_of("engine") == "colocated",
             share_gpus=config.engines_share_gpus,
-            keeps=config.pushes_adapter,
+            keep_for_restarts=config.pushes_adapter,
             in_flight=self._in_flight,
         )
         self._probe = Probe.of(
@@ -65,7 +65,7 @@ class WeightPusher:
             config,
             temperature=config.trained_temperature,
             adapter=run.name if config.pushes_adapter else None,
-            joins=joins,
+            joins_running_batches=joins_running_batches,
         )
 
     def push_first(self, learner: AnyLearner, *, version: int) -> None:

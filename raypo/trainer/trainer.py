@@ -557,8 +557,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
-            on_asked=lambda group: self._hold(monitor, group),
-            say=say,
+            on_requested=lambda group: self._hold(monitor, group),
+            notify=say,
         )
         remove_placement_group(group)
 
@@ -594,8 +594,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.config.name,
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
-            on_asked=lambda group: self._hold(monitor, group),
-            say=say,
+            on_requested=lambda group: self._hold(monitor, group),
+            notify=say,
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
