@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from raypo.cluster.connect import untold_environment
+from raypo.cluster.connect import missing_environment
 from raypo.cluster.placement import ServedRole
 from raypo.config import EngineSection, OnlineConfig, PolicyExamplesConfig, PolicyLoraSection
 from raypo.deployment.deployment import Deployment
@@ -103,7 +103,7 @@ def deployment_of(
         name=f"raypo:{run_name}:{role.name}",
         cls=cls,
         kwargs=kwargs | {"num_threads": max(1, num_threads // role.num_devices)} | more,
-        env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
+        env={**missing_environment(), "OMP_NUM_THREADS": str(threads)},
         logs_dir=logs_dir,
         start_timeout_s=config.placement.timeout_s,
         max_ongoing_requests=CALLERS if role.kind == "engine" else 1,

@@ -113,7 +113,7 @@ class ServiceGauges:
                 # The replicas are sampling: read the answers that the last push requested.
                 answers, self._memory = self._memory, answers
             # A broken replica is reported by the code that needs it, not by this metric.
-            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in answers.items()}
+            by_role |= {k: survivors(v, lost_error=DeploymentError) for k, v in answers.items()}
             by_role["driver"] = run.tell.driver_memory()
         return {
             f"perf/{kind}_{role}_gb": max(peak[kind] for peak in peaks if kind in peak)

@@ -18,9 +18,9 @@ from raypo.cluster.devices import merged_visibility_env
 from raypo.cluster.placement import (
     PlacementError,
     ServedRole,
+    colocated_ranks,
+    colocation_problem,
     served_roles,
-    torn_apart,
-    workers_beside,
 )
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
@@ -207,13 +207,13 @@ def places_beside(
     beside = workers.gather(_own_place(workers, nodes))
     places: dict[str, list[Placement]] = {}
     for role in roles:
-        if problem := torn_apart(role, nodes):
+        if problem := colocation_problem(role, nodes):
             raise PlacementError(problem)
         places[role.name] = [
             replace(
                 beside[ranks[0]], env=merged_visibility_env([beside[rank].env for rank in ranks])
             )
-            for ranks in workers_beside(role, nodes)
+            for ranks in colocated_ranks(role, nodes)
         ]
     return places
 

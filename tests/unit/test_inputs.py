@@ -294,9 +294,9 @@ def test_digests_of_another_process_are_used_only_while_the_file_is_the_same(tmp
     config = RECIPES["sft"].parse(values_of("sft", tmp_path))
     monkeypatch.setattr(inputs, "_known", {})
     expected = inputs.inputs_of(config)
-    known = inputs.known_digests()
+    known = inputs.cached_digests()
     monkeypatch.setattr(inputs, "_known", {})
-    inputs.learn_digests(known)
+    inputs.add_digests(known)
     monkeypatch.setattr(inputs, "_hash", lambda content, size: pytest.fail("it was read again"))
     assert inputs.inputs_of(config) == expected
     monkeypatch.undo()

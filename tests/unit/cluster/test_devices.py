@@ -6,10 +6,10 @@ import torch
 from raypo.cluster.devices import (
     NOSET,
     check_accelerators,
-    check_choice,
     check_driver,
+    check_noset_flags,
     merged_visibility_env,
-    users_choice,
+    user_visibility_env,
     visibility_env,
     visible_device_env,
 )
@@ -20,18 +20,21 @@ KINDS = pytest.mark.parametrize(("variable", "flag"), NOSET.items())
 
 @KINDS
 def test_a_flag_and_its_devices_reach_the_workers(variable: str, flag: str):
-    assert users_choice({flag: "1", variable: "0,1", "OTHER": "2"}) == {flag: "1", variable: "0,1"}
-    assert users_choice({flag: "true"}) == {flag: "true"}
-    assert users_choice({flag: "0", variable: "0,1"}) == {}, "Ray's own choice holds"
+    assert user_visibility_env({flag: "1", variable: "0,1", "OTHER": "2"}) == {
+        flag: "1",
+        variable: "0,1",
+    }
+    assert user_visibility_env({flag: "true"}) == {flag: "true"}
+    assert user_visibility_env({flag: "0", variable: "0,1"}) == {}, "Ray's own choice holds"
 
 
 @KINDS
 def test_a_flag_without_devices_is_refused_where_there_are_any(variable: str, flag: str):
     with pytest.raises(ConfigError, match=rf"^{flag} \(1\): .*Set {variable} .* or unset {flag}"):
-        check_choice(has_devices=True, environ={flag: "1"})
-    check_choice(has_devices=False, environ={flag: "1"})
-    check_choice(has_devices=True, environ={flag: "1", variable: "0"})
-    check_choice(has_devices=True, environ={flag: "0"})
+        check_noset_flags(has_devices=True, environ={flag: "1"})
+    check_noset_flags(has_devices=False, environ={flag: "1"})
+    check_noset_flags(has_devices=True, environ={flag: "1", variable: "0"})
+    check_noset_flags(has_devices=True, environ={flag: "0"})
 
 
 def test_a_replica_is_shown_its_workers_devices_and_ray_leaves_them_alone():
