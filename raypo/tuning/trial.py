@@ -29,7 +29,7 @@ from raypo.config import AnyConfig, parse_run_config
 from raypo.config.fields import known_keys
 from raypo.config.recipe_config import RECIPES
 from raypo.config.sweep_config import with_values
-from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
+from raypo.deployment.reserve import MESSAGE_AFTER_S, Dedicated
 from raypo.inputs import add_digests
 from raypo.ray_internals import run_controllers_in_process
 from raypo.run.setup import Runtime, Shared
@@ -186,7 +186,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
             take_turn = self._group_gc.take_turn
             began, is_said = time.monotonic(), False
             while reserves := ray.get(take_turn.remote(self.config.name, monitor)):
-                if time.monotonic() - began > SAY_AFTER_S and not is_said:
+                if time.monotonic() - began > MESSAGE_AFTER_S and not is_said:
                     is_said = True
                     say(f"waiting until {reserves} has reserved its resources and started")
                 time.sleep(TURN_S)

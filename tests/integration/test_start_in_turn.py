@@ -25,7 +25,7 @@ def test_each_role_makes_room_before_the_next_one_starts(tmp_path: Path):
         for role in ("engine", "reference")
     ]
     places = {"engine": [Placement(), Placement()], "reference": [Placement()]}
-    handles = _start(deployments, places, Workers(), in_turn=True, sleeps=True)
+    handles = _start(deployments, places, Workers(), starts_sequentially=True, sleeps=True)
     try:
         assert path.read_text().splitlines() == [
             *["engine made"] * 2,
