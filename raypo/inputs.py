@@ -222,7 +222,7 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
         return _find_commit(path, "dataset")
     return {
         "the data set" if is_given(name) else name: (
-            _remote_digest(name, key) if is_uri(name) else _digest(Path(name), whole=True)
+            _remote_digest(name, key) if is_uri(name) else _digest(Path(name), read_all=True)
         )
         for name in files_of(path, key)
     }
@@ -272,14 +272,14 @@ def _digest_source(function: Callable[..., Any]) -> Files:
     return {"its source": _hash(iter([text.encode()]), len(text))}
 
 
-def _digest(path: Path, *, whole: bool = False) -> str:
+def _digest(path: Path, *, read_all: bool = False) -> str:
     try:
         status = path.stat()
         name, size = os.path.abspath(path), status.st_size
         key = (name, size, status.st_mtime_ns, status.st_ctime_ns)
         if key not in _digest_cache:
             with path.open("rb") as file:
-                _digest_cache[key] = _hash(_read_blocks(file, size, whole=whole), size)
+                _digest_cache[key] = _hash(_read_blocks(file, size, read_all=read_all), size)
         return _digest_cache[key]
     except OSError:  # the input checks report this with a better message
         return _MISSING
@@ -294,9 +294,9 @@ def _remote_digest(uri: str, key: str) -> str:
         return _MISSING
 
 
-def _read_blocks(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
+def _read_blocks(file: BinaryIO | Any, size: int, *, read_all: bool = False) -> Iterator[bytes]:
     """Yield all blocks of a file, or evenly spaced blocks of a large file, including both ends."""
-    if whole or size <= LARGE_BYTES:
+    if read_all or size <= LARGE_BYTES:
         while block := file.read(1 << 20):
             yield block
         return

@@ -250,7 +250,7 @@ def mode_of(scheduler: object) -> str | None:
 
 
 def replay_past_trials(
-    scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]
+    scheduler: TrialScheduler, past_reports: Mapping[str, Iterable[Mapping[str, float]]]
 ) -> None:
     """Replay the reports of ended trials of an earlier attempt into a scheduler.
 
@@ -260,7 +260,7 @@ def replay_past_trials(
         scheduler: Tune scheduler.
         past: Reports of each ended trial in order, by trial name.
     """
-    for name, reports in past.items():
+    for name, reports in past_reports.items():
         trial: Any = PastTrial(name)
         scheduler.on_trial_add(NO_TRIALS, trial)
         if last_report := replay(

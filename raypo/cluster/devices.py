@@ -74,8 +74,8 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", machine: str = "thi
     """
     import torch
 
-    is_choice = use_gpu == "auto" and torch.version.cuda is None
-    if not gpus or is_choice or torch.cuda.is_available():
+    chose_cpus = use_gpu == "auto" and torch.version.cuda is None
+    if not gpus or chose_cpus or torch.cuda.is_available():
         return
     try:
         torch.cuda.init()  # raises with the reason why torch cannot use the GPUs

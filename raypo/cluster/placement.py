@@ -148,8 +148,8 @@ class PlacedBundle:
 def format_resources(resources: Resources) -> str:
     """Format resources, like `1 CPU, 2 GPU`. Unlimited resources are omitted."""
     named = sorted(resources.items())
-    bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
-    return ", ".join(bounded) or "enough"
+    finite = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
+    return ", ".join(finite) or "enough"
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
@@ -361,9 +361,11 @@ def lay_out(
     strategy = config.placement.strategy
     dedicated = dedicated_bundles(config, use_gpu=use_gpu)
     workers = worker_bundles(config, use_gpu=use_gpu, resources_per_worker=resources_per_worker)
-    placed = place(dedicated, nodes, strategy)
-    placed_workers = place(workers, without(nodes, dedicated, placed), strategy)
-    if len(placed) < len(dedicated) or len(placed_workers) < len(workers):
+    placed_dedicated = place(dedicated, nodes, strategy)
+    placed_workers = place(
+        workers, remaining_resources(nodes, dedicated, placed_dedicated), strategy
+    )
+    if len(placed_dedicated) < len(dedicated) or len(placed_workers) < len(workers):
         raise PlacementError(_placement_error_text(dedicated, workers, nodes, strategy))
     ranks = sorted(placed_workers.values())  # node of each rank, as Ray Train sorts its workers
     occupants = {rank: list(bundle.occupants) for rank, bundle in enumerate(workers)}
@@ -372,7 +374,8 @@ def lay_out(
             for rank in span if role.group == "colocated" else ():
                 occupants.get(rank, []).append(Occupant(role.name, index))
     assignments: list[tuple[Literal["dedicated", "workers"], int, Bundle, int]] = [
-        ("dedicated", index, bundle, placed[index]) for index, bundle in enumerate(dedicated)
+        ("dedicated", index, bundle, placed_dedicated[index])
+        for index, bundle in enumerate(dedicated)
     ]
     for rank, (bundle, node) in enumerate(zip(workers, ranks, strict=True)):
         assignments.append(
@@ -402,7 +405,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
             range(len(nodes)), key=lambda node: (-len(placed_by_node[node]), -capacities[node])
         )
         return {bundle: order[0] for bundle in placed_by_node[order[0]]} if order else {}
-    free, placed = list(nodes), dict[int, int]()
+    free, node_by_bundle = list(nodes), dict[int, int]()
     # Place bundles with a label selector first. Otherwise bundles without a selector might use the
     # only matching nodes.
     sizes = [
@@ -416,24 +419,24 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         if strategy == "PACK":
             priorities = [opened.get(node, len(opened)) for node in range(len(free))]
         else:
-            num_bundles = Counter(placed.values())
+            num_bundles = Counter(node_by_bundle.values())
             priorities = [num_bundles[node] for node in range(len(free))]
         if strategy == "STRICT_SPREAD":
             candidates = [node for node in candidates if not priorities[node]]
         if candidates:
             node = min(candidates, key=lambda node: (priorities[node], -capacities[node]))
-            placed[index] = node
+            node_by_bundle[index] = node
             opened.setdefault(node, len(opened))
-            free = without(free, [bundles[index]], {0: node})
-    return placed
+            free = remaining_resources(free, [bundles[index]], {0: node})
+    return node_by_bundle
 
 
-def without(
-    nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
+def remaining_resources(
+    nodes: Sequence[Resources], bundles: Sequence[Bundle], node_by_bundle: Mapping[int, int]
 ) -> list[Resources]:
     """Return the resources that remain free on each node after these bundles are placed."""
     remaining = [copy(node) for node in nodes]
-    for index, node in placed.items():
+    for index, node in node_by_bundle.items():
         for name, amount in bundles[index].resources.items():
             remaining[node][name] = remaining[node].get(name, 0.0) - amount
     return remaining
@@ -453,7 +456,7 @@ def count_group_copies(
             placed = place(bundles, remaining, strategy)
             if len(placed) < len(bundles):
                 return count
-            remaining = without(remaining, bundles, placed)
+            remaining = remaining_resources(remaining, bundles, placed)
     return max_copies
 
 
@@ -509,7 +512,7 @@ def _placement_error_text(
             "larger cluster."
         )
     placed = place(dedicated, nodes, strategy)
-    remaining = without(nodes, dedicated, placed)
+    remaining = remaining_resources(nodes, dedicated, placed)
     groups = f"the dedicated group ({'; '.join(map(str, dedicated))})"
     if len(placed) < len(dedicated):
         problem, suggestion = f"{groups} does not fit the cluster", "Use a larger cluster"
@@ -540,7 +543,7 @@ def _label_error_text(bundle: Bundle, nodes: Sequence[Resources]) -> str:
         if isinstance(node, LabelledResources)
     )
     nodes_found = "; ".join(
-        f"{_count(num_nodes, 'node')}{labels or ' without labels'}"
+        f"{_count(num_nodes, 'node')}{labels or ' remaining_resources labels'}"
         for labels, num_nodes in label_counts.items()
     )
     return (

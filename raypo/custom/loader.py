@@ -88,7 +88,7 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         )
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # compiled, without a signature
+    except ValueError:  # a compiled function may have no signature
         return
     if is_reward_key and takes_columns(function):
         return
@@ -270,7 +270,7 @@ def _neighbours(file: Path) -> list[Path]:
     return list(dict.fromkeys(files))
 
 
-def imported_now() -> str | None:
+def current_import() -> str | None:
     """Return the import path that this process is currently importing, or None."""
     return _import_stack[-1] if _import_stack else None
 

@@ -23,8 +23,8 @@ from raypo.deployment.spec import Deployment, Placement
 __all__ = ["Deployment", "DeploymentHandle", "Placement", "local_device_env", "start_deployment"]
 
 MAX_CONCURRENT_CALLS = 100_000
-"""Calls that a replica accepts, running or queued (Ray's `max_concurrency`). Beyond this limit, Ray
-delivers no calls, not even health checks."""
+"""Maximum number of running and queued calls per replica (Ray's `max_concurrency`). Above this
+limit, Ray delivers no further calls, not even health checks."""
 _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
 """Actor handles of each deployment, and the reference to its spec. The handles keep the actors
 alive. The reference keeps the spec in memory: Ray 2.60 would free a large constructor argument

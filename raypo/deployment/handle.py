@@ -62,7 +62,7 @@ class DeploymentHandle:
 
     deployment: Deployment
     replicas: Sequence[ReplicaClient]
-    own: int | None = None
+    preferred_index: int | None = None
     """Index of the replica to call if it is up. None means no preference."""
     _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
     _on_partial_result: OnPartialResult | None = None
@@ -124,7 +124,7 @@ class DeploymentHandle:
 
     def per_replica(self) -> list[DeploymentHandle]:
         """Return one handle per replica. It calls other replicas only while its own is down."""
-        return [replace(self, own=replica.index) for replica in self.replicas]
+        return [replace(self, preferred_index=replica.index) for replica in self.replicas]
 
     def reporting(self, on_partial_result: OnPartialResult | None) -> DeploymentHandle:
         """Return a handle that reports partial results of calls that return a list.
@@ -178,17 +178,17 @@ class DeploymentHandle:
         try:
             background_future(all_started()).result()
         except TimeoutError:
-            late = [
+            unstarted = [
                 replica.name for replica in self.replicas if replica.state is not ReplicaState.UP
             ]
             raise DeploymentError(
-                f"{', '.join(late)}: not started in {timeout_s:g} s. Look at its log in the Ray "
-                f"dashboard, or raise placement.timeout_s."
+                f"{', '.join(unstarted)}: not started in {timeout_s:g} s. Look at its log in the "
+                "Ray dashboard, or raise placement.timeout_s."
             ) from None
 
     def is_lost(self) -> bool:
         """Return True if all replicas are permanently lost."""
-        self._on_all(lambda replica: replica.check_health(PROBE_TIMEOUT_S))
+        self._run_on_all(lambda replica: replica.check_health(PROBE_TIMEOUT_S))
         return all(replica.permanent_error for replica in self.replicas)
 
     def shutdown(self, grace_s: float | None = None) -> None:
@@ -199,15 +199,15 @@ class DeploymentHandle:
                 `graceful_shutdown_timeout_s`.
         """
         timeout_s = self.deployment.graceful_shutdown_timeout_s if grace_s is None else grace_s
-        self._on_all(lambda replica: replica.shut_down(timeout_s))
+        self._run_on_all(lambda replica: replica.shut_down(timeout_s))
 
-    def _on_all(self, method: Callable[[ReplicaClient], Coroutine[Any, Any, object]]) -> None:
-        async def all_of_them() -> None:
+    def _run_on_all(self, method: Callable[[ReplicaClient], Coroutine[Any, Any, object]]) -> None:
+        async def run_all() -> None:
             await asyncio.gather(
                 *(method(replica) for replica in self.replicas if not replica.permanent_error)
             )
 
-        background_future(all_of_them()).result()
+        background_future(run_all()).result()
 
     async def _call_any(self, call: Call) -> Any:
         """Send a request to one replica after another, until one of them replies."""
@@ -252,12 +252,14 @@ class DeploymentHandle:
                 f"{start_timeout_s:g} s (placement.timeout_s). The node may be gone, or its "
                 "devices may be in use; look at the replica's log in the Ray dashboard."
             )
-        preferred = [
+        not_lost_recently = [
             replica for replica in candidates if not replica.was_lost_recently
         ] or candidates
-        if own_replica := [replica for replica in preferred if replica.index == self.own]:
-            return own_replica[0]
-        return min(preferred, key=lambda replica: (replica.num_waiting, random.random()))
+        if preferred_replica := [
+            replica for replica in not_lost_recently if replica.index == self.preferred_index
+        ]:
+            return preferred_replica[0]
+        return min(not_lost_recently, key=lambda replica: (replica.num_waiting, random.random()))
 
     async def _started(self, replica: ReplicaClient) -> None:
         while not await replica.check_health(None):

@@ -73,7 +73,7 @@ def reserve(
         name=name,
         bundle_label_selector=labels if any(labels) else None,  # pyright: ignore[reportArgumentType]
     )
-    start_time, is_notified = time.monotonic(), False
+    start_time, has_notified = time.monotonic(), False
     try:
         on_requested(group)
         while not group.wait(WAIT_S):  # wait briefly, so that Ctrl-C takes effect
@@ -84,8 +84,8 @@ def reserve(
                     f"{_describe_shortage(bundles, description, group, placement)} Wait until they "
                     "end, raise placement.timeout_s, or use a larger cluster."
                 )
-            if waited_s > MESSAGE_AFTER_S and not is_notified:
-                is_notified = True
+            if waited_s > MESSAGE_AFTER_S and not has_notified:
+                has_notified = True
                 (notify or Console().message)(
                     f"waiting for room, up to {placement.timeout_s:g} s (placement.timeout_s): "
                     f"{_describe_shortage(bundles, description, group, placement)}"

@@ -11,7 +11,7 @@ from raypo.cluster.placement import Bundle, dedicated_bundles, served_roles
 from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Placement, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
-from raypo.run.served_roles import deployment_of, measures_free_memory
+from raypo.run.served_roles import make_deployment, measures_free_memory
 
 
 def start_dedicated(
@@ -62,7 +62,7 @@ def start_dedicated(
         for role in roles:
             if role.name not in placements:
                 continue
-            deployment = deployment_of(
+            deployment = make_deployment(
                 role,
                 config,
                 num_threads=config.placement.cpus_per_bundle,

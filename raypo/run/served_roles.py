@@ -79,7 +79,7 @@ def measures_free_memory(role: ServedRole) -> bool:
     return role.section.backend == "vllm"
 
 
-def deployment_of(
+def make_deployment(
     role: ServedRole,
     config: OnlineConfig | PolicyExamplesConfig,
     *,

@@ -33,7 +33,7 @@ from raypo.deployment.deployment import (
 )
 from raypo.deployment.reserve import nodes_of
 from raypo.run.run import Run
-from raypo.run.served_roles import deployment_of, measures_free_memory
+from raypo.run.served_roles import make_deployment, measures_free_memory
 from raypo.run.setup import Shared
 from raypo.run.shared_services import shared_handles_for
 from raypo.serving.client import (
@@ -161,7 +161,7 @@ def start_deployments(
         if role.kind == "engine":
             threads = cpus * workers.count // num_engines
         deployments.append(
-            deployment_of(role, config, num_threads=threads, run_name=run_name, logs_dir=logs_dir)
+            make_deployment(role, config, num_threads=threads, run_name=run_name, logs_dir=logs_dir)
         )
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
     placements_by_role = colocated_placements(colocated, workers, nodes)

@@ -16,7 +16,7 @@ from raypo.deployment.deployment import DeploymentHandle, Placement, start_deplo
 from raypo.deployment.engine_pool import Lease
 from raypo.deployment.reserve import MESSAGE_AFTER_S, Dedicated
 from raypo.run.dedicated_services import start_dedicated
-from raypo.run.served_roles import class_and_arguments, deployment_of
+from raypo.run.served_roles import class_and_arguments, make_deployment
 from raypo.run.setup import Shared
 from raypo.serving.engine import Engine
 from raypo.tracking.console import Console
@@ -71,7 +71,7 @@ def start_shared(
         threads = learner.cpus_per_worker
         if role.kind == "engine":
             threads = threads * learner.total_workers // count
-        deployment = deployment_of(
+        deployment = make_deployment(
             role,
             config,
             num_threads=threads,
@@ -133,17 +133,17 @@ def lease_engines(
     return workers.broadcast(lease and lease.handle)
 
 
-def roles_with_different_deployments(one: OnlineConfig, other: OnlineConfig) -> set[str]:
+def roles_with_different_deployments(first: OnlineConfig, second: OnlineConfig) -> set[str]:
     """Return the roles that both configs have, but with different class arguments."""
-    one_arguments, other_arguments = (
+    first_arguments, second_arguments = (
         {
             role.name: class_and_arguments(role, config)[1] | {"seed": None, "max_requests": None}
             for role in served_roles(config, num_workers=1, use_gpu=False)
         }
-        for config in (one, other)
+        for config in (first, second)
     )
     return {
         name
-        for name in one_arguments.keys() & other_arguments.keys()
-        if one_arguments[name] != other_arguments[name]
+        for name in first_arguments.keys() & second_arguments.keys()
+        if first_arguments[name] != second_arguments[name]
     }

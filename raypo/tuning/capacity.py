@@ -16,7 +16,7 @@ from raypo.cluster.placement import (
     dedicated_bundles,
     lay_out,
     place,
-    without,
+    remaining_resources,
     worker_bundles,
 )
 from raypo.config import AnyConfig, ConfigError
@@ -140,7 +140,7 @@ def plan_trials(
     sharing = Sharing.of(base, trials, share=share, use_gpu=use_gpu)
     if sharing.bundles:
         placed = place(sharing.bundles, nodes, strategy)
-        left = without(nodes, sharing.bundles, placed)
+        left = remaining_resources(nodes, sharing.bundles, placed)
         beside = count_group_copies(trial, left, strategy, max_copies=wanted)
         if len(placed) < len(sharing.bundles):
             beside = 0

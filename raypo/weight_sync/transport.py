@@ -219,8 +219,8 @@ class ObjectTransport(Transport):
         if workers.rank != 0:
             return
         with ThreadPoolExecutor(1) as hash_executor:
-            hosted = ((name, tensor.cpu()) for name, tensor in tensors)
-            for group in group_by_size(hosted, bucket_bytes=self.bucket_bytes):
+            cpu_tensors = ((name, tensor.cpu()) for name, tensor in tensors)
+            for group in group_by_size(cpu_tensors, bucket_bytes=self.bucket_bytes):
                 parts = [as_bytes(tensor) for _, tensor in group]
                 sums = hash_executor.submit(checksums, parts)
                 ref = ray.put(tuple(part.numpy() for part in parts))  # the only copy on CPUs

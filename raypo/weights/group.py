@@ -134,14 +134,14 @@ def _key(rendezvous: Rendezvous, name: str) -> str:
 
 def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device) -> Any:
     """Create a process group that is independent of torch.distributed's default process group."""
-    prefixed = PrefixStore(_key(rendezvous, rendezvous.backend), store)
+    prefixed_store = PrefixStore(_key(rendezvous, rendezvous.backend), store)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, timeout)
+        return dist.ProcessGroupGloo(prefixed_store, rank, rendezvous.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 4 * timeout  # NCCL's watchdog kills the process, so time out first
     with _report_lost_peers():
-        backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
+        backend = dist.ProcessGroupNCCL(prefixed_store, rank, rendezvous.size, options)
     connect(backend, device, rendezvous.timeout_s)
     return backend
 

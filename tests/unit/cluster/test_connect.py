@@ -176,7 +176,7 @@ def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
     mode: str, job: str, untold: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name in [*os.environ]:
-        if name in module._WORKER_DEFAULTS or name.startswith(module._PASSED):
+        if name in module._WORKER_DEFAULTS or name.startswith(module._FORWARDED_PREFIXES):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     actor = {"worker": "an actor's id", "driver": None}[mode]

@@ -19,7 +19,7 @@ from raypo.cluster.placement import (
     lay_out,
     matches,
     place,
-    without,
+    remaining_resources,
 )
 from raypo.config import ConfigError, FrozenSection, PPOConfig
 
@@ -151,7 +151,7 @@ def test_bundles_lie_as_the_strategy_says(strategy: str, cluster: str, nodes: li
     made, there = dedicated_bundles(config(engines=2), use_gpu=True), nodes_of(cluster)
     found = place(made, there, strategy)
     assert [found[index] for index in range(len(made))] == nodes
-    left = [node["GPU"] for node in without(there, made, found)]
+    left = [node["GPU"] for node in remaining_resources(there, made, found)]
     assert left == [node["GPU"] - nodes.count(index) for index, node in enumerate(there)]
 
 
