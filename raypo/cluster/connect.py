@@ -143,9 +143,8 @@ def _connect(section: ClusterSection) -> bool:
         return False
     address, source = cluster_address(section)
     local_address, is_auto = _local_ray_address(), address == "auto"
-    if (
-        is_auto and local_address
-    ):  # probe it below: Ray itself would hang if the address file is stale
+    if is_auto and local_address:
+        # Probe this address below: Ray itself would hang if the address file is stale.
         address, source = local_address, f"{source}=auto"
     if address:
         check_address(address, source)

@@ -118,7 +118,7 @@ def cpu_count() -> int:
         try:
             text = " ".join((CGROUP / name).read_text() for name in names)
             quota, period = map(int, text.split())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # the file is missing, or contains "max"
             continue
         if quota > 0:
             cores = min(cores, max(1, quota // period))
@@ -191,7 +191,7 @@ def memory_bytes() -> int:
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             total = min(total, int((CGROUP / name).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # the file is missing, or contains "max"
             continue
     return total
 
