@@ -25,7 +25,7 @@ class Workers:
     rank: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-    """Process group; None means the default one."""
+    """Process group. None means the default process group."""
 
     @classmethod
     def current(cls) -> Workers:

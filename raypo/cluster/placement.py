@@ -501,12 +501,12 @@ def _placement_error_text(
         nodes = [node for node in nodes if _matches_labels(workers[0], node)]
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}
-    count = _count(len(nodes), "node")
+    node_count = _pluralize(len(nodes), "node")
     if (fits := len(place(workers, nodes, strategy))) < len(workers):
         return (
-            f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
-            f"{format_resources(workers[0].resources)}, each on one node; the cluster has "
-            f"{format_resources(total)} on {count}{with_labels(workers[0].labels)}, and the "
+            f"learner.num_workers ({len(workers)}): asks for {_pluralize(len(workers), 'bundle')} "
+            f"of {format_resources(workers[0].resources)}, each on one node; the cluster has "
+            f"{format_resources(total)} on {node_count}{with_labels(workers[0].labels)}, and the "
             f"largest node has {format_resources(largest)}: under placement.strategy {strategy} "
             f"there is room for {fits}. {_suggest_change(workers, nodes, strategy)}, or use a "
             "larger cluster."
@@ -518,7 +518,7 @@ def _placement_error_text(
         problem, suggestion = f"{groups} does not fit the cluster", "Use a larger cluster"
     else:
         size = f"{format_resources(workers[0].resources)}{with_labels(workers[0].labels)}"
-        groups += f" and the learner workers ({_count(len(workers), 'bundle')} of {size})"
+        groups += f" and the learner workers ({_pluralize(len(workers), 'bundle')} of {size})"
         problem = f"{groups} do not fit the cluster at the same time"
         has_gpus = any(node.get("GPU", 0.0) >= workers[0].gpus for node in remaining)
         suggestion = (
@@ -526,9 +526,9 @@ def _placement_error_text(
         )
     return (
         f"placement.mode: {problem} under placement.strategy {strategy}. It has "
-        f"{format_resources(total)} on {count}, and its largest node {format_resources(largest)}. "
-        f"{suggestion}, lower rollout.engine.count, placement.gpus or placement.cpus_per_bundle, "
-        "or set placement.mode to colocated."
+        f"{format_resources(total)} on {node_count}, and its largest node "
+        f"{format_resources(largest)}. {suggestion}, lower rollout.engine.count, placement.gpus or "
+        "placement.cpus_per_bundle, or set placement.mode to colocated."
     )
 
 
@@ -543,7 +543,7 @@ def _label_error_text(bundle: Bundle, nodes: Sequence[Resources]) -> str:
         if isinstance(node, LabelledResources)
     )
     nodes_found = "; ".join(
-        f"{_count(num_nodes, 'node')}{labels or ' remaining_resources labels'}"
+        f"{_pluralize(num_nodes, 'node')}{labels or ' remaining_resources labels'}"
         for labels, num_nodes in label_counts.items()
     )
     return (
@@ -553,8 +553,8 @@ def _label_error_text(bundle: Bundle, nodes: Sequence[Resources]) -> str:
     )
 
 
-def _count(count: int, noun: str) -> str:
-    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
+def _pluralize(count: int, singular: str) -> str:
+    return f"1 {singular}" if count == 1 else f"{count} {singular}s"
 
 
 def _suggest_change(workers: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> str:

@@ -127,7 +127,7 @@ def takes_ground_truth(function: Any) -> bool:
 
 
 def _parameters(function: Any) -> set[str]:
-    """Return the names of a function's parameters, including those of a wrapped function."""
+    """Return the parameter names of a function and of the function that it wraps."""
     try:
         return set(keyword_parameters(function))
     except (TypeError, ValueError):

@@ -35,7 +35,7 @@ class _Slot:
 
 
 class EnginePool:
-    """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
+    """Zero-CPU actor that leases each slot of a deployment to one run at a time.
 
     A slot becomes free when its holder dies: the only worker of the run that calls engines. Calls
     that the dead worker sent may still be running; calls of the next run queue behind them.

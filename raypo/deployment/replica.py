@@ -146,7 +146,7 @@ class ReplicaClient:
         Raises:
             PrerequisiteFailed: the prerequisite of the request failed.
             ReplicaLost: the replica ended before it replied.
-            Exception: whatever the replica's method raised.
+            Exception: the error of the replica's method.
         """
         partial_results_task = None
         try:
