@@ -14,61 +14,61 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-PATIENCE = timedelta(days=7)
+GROUP_TIMEOUT = timedelta(days=7)
 """Timeout of the gloo groups. It is long because the work that workers wait for has its own
-timeouts. The death of a worker is noticed at once, without this timeout."""
+timeouts. The death of a worker is detected immediately, without this timeout."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """A group of learner workers, from the view of one of them."""
+    """Group of learner workers, from the point of view of one member."""
 
     rank: int = 0
     count: int = 1
     group: dist.ProcessGroup | None = None
-    """Process group; None means the default one."""
+    """Process group. None means the default process group."""
 
     @classmethod
     def current(cls) -> Workers:
-        """Return the workers of the default process group, or a group of one if there is none.
+        """Return the workers of the default process group with a new gloo group.
 
-        The workers get a new gloo group.
+        Without a default process group, the result is a group of one.
         """
         if not dist.is_initialized():
             return cls()
-        # The operations carry counts and rollouts, which are in RAM. Over NCCL they would wait for
-        # the work queued on the GPUs. A group's default timeout of half an hour is too short: the
-        # longest response of one worker may take longer.
-        return cls(dist.get_rank(), dist.get_world_size()).beside()
+        # The operations transfer counts and rollouts, which are in RAM. With NCCL, they would wait
+        # for the work queued on the GPUs. A group's default timeout of half an hour is too short,
+        # because the longest response of one worker may take longer.
+        return cls(dist.get_rank(), dist.get_world_size()).with_new_group()
 
-    def beside(self) -> Workers:
+    def with_new_group(self) -> Workers:
         """Return the same workers with a new process group, for use in another thread.
 
         All workers must call this method together.
         """
         if self.count == 1:
             return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT))
 
     def team(self, sizes: Sequence[int]) -> Workers:
-        """Return the team that this worker belongs to, with a new process group per team.
+        """Return this worker's team. Each team gets a new process group.
 
         All workers must call this method together.
 
         Args:
-            sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
+            sizes: Number of workers in each team, in the order of ranks. The sum is `count`.
         """
         ends = [*accumulate(sizes)]
         return self.among([range(end - size, end) for end, size in zip(ends, sizes, strict=True)])
 
     def among(self, teams: Sequence[range]) -> Workers:
         """Return the team that this worker belongs to; `teams` are ranks. See `team`."""
-        own = self
+        own_team = self
         for ranks in teams:
-            group: Any = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+            group: Any = dist.new_group(list(ranks), backend="gloo", timeout=GROUP_TIMEOUT)
             if self.rank in ranks:
-                own = Workers(ranks.index(self.rank), len(ranks), group)
-        return own
+                own_team = Workers(ranks.index(self.rank), len(ranks), group)
+        return own_team
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the elementwise sum over workers, on every worker. `values` is not changed."""
@@ -93,19 +93,19 @@ class Workers:
             tensors: Tensors [B, ...] with the same number of rows; B may differ between workers.
 
         Returns:
-            everyone: Each tensor with the rows of all workers in the order of ranks, on the CPU.
+            rows: Each tensor with the rows of all workers in the order of ranks, on the CPU.
                 Two-dimensional tensors are padded with zeros to the longest row.
-            mine: Slice of this worker's rows.
+            own_rows: Slice of this worker's rows.
         """
-        shares = self.gather([each.detach().cpu() for each in tensors])
-        everyone = []
+        shares = self.gather([tensor.detach().cpu() for tensor in tensors])
+        all_rows = []
         for parts in zip(*shares, strict=True):
             if parts[0].dim() == 2:
                 longest = max(part.shape[1] for part in parts)
                 parts = [pad(part, (0, longest - part.shape[1])) for part in parts]
-            everyone.append(torch.cat(parts))
+            all_rows.append(torch.cat(parts))
         first = sum(len(share[0]) for share in shares[: self.rank])
-        return everyone, slice(first, first + len(tensors[0]))
+        return all_rows, slice(first, first + len(tensors[0]))
 
     def gather_first(self, value: Any) -> list[Any]:
         """Gather the values of all workers on rank 0.
@@ -119,11 +119,11 @@ class Workers:
         return gathered
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Return the value that rank 0 has for this worker.
+        """Send one value from rank 0 to each worker, and return this worker's value.
 
         Args:
-            values: One picklable value for each worker, in the order of ranks. Only those of rank 0
-                count.
+            values: One picklable value per worker, in the order of ranks. Ignored on other ranks
+                than 0.
         """
         if self.count == 1:
             return values[0]
@@ -132,37 +132,38 @@ class Workers:
         dist.scatter_object_list(received, sent, group=self.group, group_src=0)
         return received[0]
 
-    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
         """Send one value to each worker and return the values received, in the order of ranks.
 
         Args:
-            parcels: One picklable value for each worker, in the order of ranks.
+            values: One picklable value per worker, in the order of ranks.
         """
         if self.count == 1:
-            return list(parcels)
+            return list(values)
         sent = [
-            torch.frombuffer(bytearray(pickle.dumps(each)), dtype=torch.uint8) for each in parcels
+            torch.frombuffer(bytearray(pickle.dumps(buffer)), dtype=torch.uint8)
+            for buffer in values
         ]
-        sizes = self.gather([len(each) for each in sent])
+        sizes = self.gather([len(buffer) for buffer in sent])
         received = [torch.empty(size[self.rank], dtype=torch.uint8) for size in sizes]
         received[self.rank] = sent[self.rank]
-        others = [rank for rank in range(self.count) if rank != self.rank]
+        peers = [rank for rank in range(self.count) if rank != self.rank]
         calls = [
-            dist.P2POp(way, tensors[rank], group=self.group, group_peer=rank)
-            for way, tensors in ((dist.isend, sent), (dist.irecv, received))
-            for rank in others
+            dist.P2POp(operation, tensors[rank], group=self.group, group_peer=rank)
+            for operation, tensors in ((dist.isend, sent), (dist.irecv, received))
+            for rank in peers
         ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
-        return [pickle.loads(each.numpy().tobytes()) for each in received]
+        return [pickle.loads(buffer.numpy().tobytes()) for buffer in received]
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value, on every worker."""
         if self.count == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def barrier(self) -> None:
         """Wait until all workers have called this method."""
@@ -178,5 +179,5 @@ class Workers:
 
 
 def as_tensor(*values: float) -> Tensor:
-    """Return counts or sums as a tensor to reduce: float64 [n], on the CPU."""
+    """Return counts or sums as a tensor for a reduction: float64 [n], on the CPU."""
     return torch.tensor(values, dtype=torch.float64)

@@ -1,9 +1,9 @@
 """Futures for daemon threads and coroutines.
 
-Concurrency. `background_future` runs coroutines on event loops that live as long as the process,
-each in a daemon thread with the loop's name. raypo's own coroutines share `raypo-loop`: they must
-not block, and must not wait for one another's `Future.result`. Coroutines of the user's code run on
-a loop of their own.
+Concurrency. `background_future` runs coroutines on event loops that live as long as the process.
+Each loop runs in a daemon thread with the loop's name. raypo's own coroutines share `raypo-loop`:
+they must not block, and must not wait for each other's `Future.result`. Coroutines of the user's
+code run on a separate loop.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ T = TypeVar("T")
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """Call a function in a daemon thread and return a future for its result.
 
-    The function runs in a copy of the caller's context (`contextvars`). An executor is not used:
-    Python joins an executor's threads at exit, so a call that hangs would block the exit.
+    The function runs in a copy of the caller's context (`contextvars`). This does not use an
+    executor, because Python joins an executor's threads at exit, so a hanging call would block the
+    exit.
 
     Args:
-        function: The function, without arguments.
+        function: Function without arguments.
         name: Name of the thread.
     """
-    answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()
-    run, args = copy_context().run, (settle, answer, function)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    run, args = copy_context().run, (settle, future, function)
     threading.Thread(target=run, args=args, name=name, daemon=True).start()
-    return answer
+    return future
 
 
-def settle(answer: Future[T], function: Callable[[], T]) -> None:
+def settle(future: Future[T], function: Callable[[], T]) -> None:
     """Call a function and set its result or exception on a future."""
     try:
-        value = function()
-    except StopIteration as error:  # asyncio's futures do not accept it
-        stopped = RuntimeError("a StopIteration was raised")
-        stopped.__cause__ = error
-        answer.set_exception(stopped)
+        result = function()
+    except StopIteration as error:  # asyncio futures do not accept a StopIteration
+        runtime_error = RuntimeError("a StopIteration was raised")
+        runtime_error.__cause__ = error
+        future.set_exception(runtime_error)
     except BaseException as error:
-        answer.set_exception(error)
+        future.set_exception(error)
     else:
-        answer.set_result(value)
+        future.set_result(result)
 
 
 def background_future(coroutine: Coroutine[Any, Any, T], *, loop: str = "raypo-loop") -> Future[T]:
-    """Run a coroutine on a background event loop of this process; return a future for its result.
+    """Run a coroutine on a background event loop of this process, and return its future.
 
     Cancelling the future cancels the coroutine.
 
@@ -59,12 +60,12 @@ def background_future(coroutine: Coroutine[Any, Any, T], *, loop: str = "raypo-l
         coroutine: The coroutine.
         loop: Name of the loop. The first call with a name starts the loop.
     """
-    with _starting:  # `cache` alone would start a loop for each thread that calls it first
-        running = _background_loop(loop)
-    return asyncio.run_coroutine_threadsafe(coroutine, running)
+    with _start_lock:  # with `cache` alone, concurrent first calls would start several loops
+        event_loop = _background_loop(loop)
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop)
 
 
-_starting = threading.Lock()
+_start_lock = threading.Lock()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Packages of the extras (`pip install 'raypo[report]'`), which the core does not need."""
+"""Packages of the optional extras (`pip install 'raypo[report]'`), which the core does not need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ EXTRAS = {
     "sweep": ("optuna", *_REPORT),  # a sweep writes its report page at the end
     "verifiers": ("verifiers", "openai"),
 }
-"""Packages that each extra adds, by extra. Verifiers environments also need the extra serve, for
-their endpoint."""
+"""Packages by extra. Verifiers environments also need the extra serve, for their endpoint."""
 
 
 def require(extra: str, use: str) -> None:
@@ -22,7 +21,7 @@ def require(extra: str, use: str) -> None:
 
     Args:
         extra: A key of `EXTRAS`.
-        use: Config key with its value, or command, that needs the extra. The message begins with
+        use: Config key with its value, or command, that needs the extra. Error messages start with
             it.
 
     Raises:

@@ -1,10 +1,10 @@
 """Digests of a run's inputs besides its config: data, Python files and models.
 
 A run records them in `inputs.json` when it starts, and a resume compares them before anything is
-loaded. Files up to `LARGE_BYTES` are hashed whole, and so are local data files, which the run reads
-whole anyway. Larger files are sampled: the digest covers the size and evenly spread blocks. The
-blocks of one file are 16 MB in total, which are read in less than a second. Reading the whole of a
-15 GB model took 12 s from a local disk, and would take more than a minute over a network.
+loaded. Files up to `LARGE_BYTES` are hashed completely, and so are local data files, because the
+run reads them completely anyway. Larger files are sampled: the digest covers the size and evenly
+spaced blocks. The blocks of a file total 16 MB, which takes less than a second to read. Reading a
+whole 15 GB model took 12 s from a local disk, and would take more than a minute over a network.
 """
 
 from __future__ import annotations
@@ -31,77 +31,84 @@ from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles, is_given
 
 Files = dict[str, str]
-"""Digests of a source's files, by file name. The mapping is empty if the files are unknown."""
+"""Digests of a source's files, by file name. Empty if the files are unknown."""
 Inputs = dict[str, dict[str, Files]]
-"""File digests of each source, by config key and by the source as the config names it."""
+"""Digests by config key, by source name in the config, and by file name."""
 
 GIVEN = "given in Python"
-"""Source name of rows that were passed to a trainer in Python."""
+"""Source name of rows that are passed to a trainer in Python."""
 LARGE_BYTES = 64 << 20
+"""Size in bytes above which files are sampled."""
 _BLOCKS, _BLOCK_BYTES = 256, 64 << 10
 _HUB_TIMEOUT_S = 5.0
 _MISSING = "missing"
 
-_known: dict[tuple[str, int, int, int], str] = {}
-"""Digests of the files that this process has hashed, by (path, size, mtime, ctime)."""
+_digest_cache: dict[tuple[str, int, int, int], str] = {}
+"""Digests of files that this process has hashed, by (path, size, mtime, ctime)."""
 
 
 def inputs_of(
     config: AnyConfig | RecipeConfig, given: Mapping[str, Callable[..., Any]] | None = None
 ) -> Inputs:
-    """Return the digests of every file that the config names.
+    """Return the digests of all files that the config names.
 
     Args:
         config: Config of any recipe. Relative paths are resolved against the current folder.
-        given: Functions passed in Python instead of as import paths, by config key.
+        given: Functions that were passed in Python instead of as import paths, by config key.
     """
-    found: Inputs = {}
+    inputs: Inputs = {}
     for key in config.paths:
         is_model = key.startswith(("model.", "reward.", "rollout.engine."))
-        read = _model_files if is_model else partial(_data_files, key)
-        found[key] = {_name_of(source): read(source) for source in values_at(config, key)}
+        digest_files = _model_files if is_model else partial(_data_files, key)
+        inputs[key] = {
+            _source_name(source): digest_files(source) for source in values_at(config, key)
+        }
     for key, spec in functions_of_user(config):
-        found.setdefault(key, {})[spec] = _python_files(spec)
+        inputs.setdefault(key, {})[spec] = _python_files(spec)
     for key, function in (given or {}).items():
-        found[key] = {f"{source} in Python": _source(function) for source in values_at(config, key)}
-    return {key: sources for key, sources in found.items() if sources}
+        inputs[key] = {
+            f"{source} in Python": _digest_source(function) for source in values_at(config, key)
+        }
+    return {key: sources for key, sources in inputs.items() if sources}
 
 
 def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
-    """Yield the config key and the import path of each function and class that the config names."""
+    """Yield the config key and import path of each function or class that the config names."""
     for key in config.functions:
         for spec in values_at(config, key):
             if is_import_path(spec):
                 yield key, spec
 
 
-def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
+def changes(recorded: Inputs, current: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
     """Return a line like `key (source): file has changed` for each file that differs.
 
-    Sources that only one of the two mappings has are skipped; the comparison of configs reports
-    them. Callbacks are recorded but not compared: they only watch a run, and users must be able to
-    correct a callback that failed.
+    Sources that occur in only one of the two mappings are skipped, because the comparison of
+    configs reports them. Callbacks are recorded but not compared: they only observe a run, and
+    users must be able to fix a callback that failed.
 
     Args:
-        recorded: Inputs with which the run began.
-        now: Inputs of the config now.
+        recorded: Inputs with which the run started.
+        current: Current inputs of the config.
         keys: Config keys to compare. None means all except `callbacks`.
     """
-    found: list[str] = []
-    for key, sources in now.items():
+    lines: list[str] = []
+    for key, sources in current.items():
         for source, files in sources.items():
-            earlier = recorded.get(key, {}).get(source)
-            is_compared = key != "callbacks" if keys is None else key in keys
-            if not earlier or not files or not is_compared:
+            recorded_files = recorded.get(key, {}).get(source)
+            should_compare = key != "callbacks" if keys is None else key in keys
+            if not recorded_files or not files or not should_compare:
                 continue
-            for name in sorted(earlier.keys() | files.keys()):
-                if earlier.get(name) != files.get(name):
-                    found.append(f"{key} ({source}): {name} {_word(earlier, files, name)}")
-    return found
+            for name in sorted(recorded_files.keys() | files.keys()):
+                if recorded_files.get(name) != files.get(name):
+                    lines.append(
+                        f"{key} ({source}): {name} {_describe_change(recorded_files, files, name)}"
+                    )
+    return lines
 
 
 def recorded_inputs(files: RunFiles) -> Inputs:
-    """Return the inputs with which a run or sweep began, or {} if its folder has no record."""
+    """Return the inputs with which a run or sweep started, or {} if its folder has no record."""
     return (files.inputs() or {}).get("inputs", {})
 
 
@@ -112,53 +119,53 @@ def record_inputs(
     resumes: bool,
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[str]:
-    """Write the config's inputs to `inputs.json` and return the changes since the last record.
+    """Write the config's inputs to `inputs.json`, and return the changes since the last record.
 
-    The resume checks have already refused changes that `checkpoint.changed_inputs` does not accept.
-    The file records the accepted changes too.
+    The resume checks have already rejected changes that `checkpoint.changed_inputs` does not
+    accept. The file also records the accepted changes.
 
     Args:
         config: Config of any recipe.
         files: Folder of the run or sweep.
-        resumes: Whether the run continues after earlier steps. If False, the record of an earlier
+        resumes: Whether the run continues an earlier run. False means that the record of an earlier
             run in the folder is overwritten.
         given: See `inputs_of`.
     """
-    now, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
-    earlier, accepted = record.get("inputs", {}), record.get("accepted", [])
-    found = changes(earlier, now)
-    if found:
-        accepted = [*accepted, {"after_step": files.last_step(), "changes": found}]
-    for key, sources in now.items():  # keep earlier digests if the hub does not answer now
-        for source, of_source in sources.items():
-            sources[source] = of_source or earlier.get(key, {}).get(source, {})
-    content = {"inputs": now} | ({"accepted": accepted} if accepted else {})
+    current, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
+    recorded, accepted = record.get("inputs", {}), record.get("accepted", [])
+    change_lines = changes(recorded, current)
+    if change_lines:
+        accepted = [*accepted, {"after_step": files.last_step(), "changes": change_lines}]
+    for key, sources in current.items():  # keep recorded digests if the hub does not respond
+        for source, digests in sources.items():
+            sources[source] = digests or recorded.get(key, {}).get(source, {})
+    content = {"inputs": current} | ({"accepted": accepted} if accepted else {})
     files.write_inputs(json.dumps(content, indent=2))
-    return found
+    return change_lines
 
 
-def known_digests() -> dict[tuple[str, int, int, int], str]:
-    """Return the digests that this process has cached, for `learn_digests` in other processes."""
-    return dict(_known)
+def cached_digests() -> dict[tuple[str, int, int, int], str]:
+    """Return the digests that this process has cached, for `add_digests` in other processes."""
+    return dict(_digest_cache)
 
 
-def learn_digests(known: Mapping[tuple[str, int, int, int], str]) -> None:
-    """Reuse another process's digests of files whose size and times are still the same."""
-    _known.update(known)
+def add_digests(digests: Mapping[tuple[str, int, int, int], str]) -> None:
+    """Add another process's digests to the cache. They apply to files that have not changed."""
+    _digest_cache.update(digests)
 
 
-def _word(earlier: Files, now: Files, name: str) -> str:
-    if name not in earlier or earlier[name] == _MISSING:
+def _describe_change(recorded: Files, current: Files, name: str) -> str:
+    if name not in recorded or recorded[name] == _MISSING:
         return "is new"
-    return "is gone" if now.get(name, _MISSING) == _MISSING else "has changed"
+    return "is gone" if current.get(name, _MISSING) == _MISSING else "has changed"
 
 
 def values_at(config: Any, key: str) -> list[Any]:
-    """Return the values at a dotted key, expanding lists and mappings on the way."""
-    found = [config]
+    """Return the values at a dotted key. Lists and mappings along the key are expanded."""
+    values = [config]
     for name in key.split("."):
-        found = [value for each in found for value in _items(getattr(each, name, None))]
-    return found
+        values = [value for parent in values for value in _items(getattr(parent, name, None))]
+    return values
 
 
 def _items(value: Any) -> list[Any]:
@@ -169,25 +176,25 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _name_of(source: str | SourceEntry) -> str:
-    """Return the source as the config names it, or `GIVEN` for rows given in Python.
+def _source_name(source: str | SourceEntry) -> str:
+    """Return the source as the config names it, or `GIVEN` for rows that were passed in Python.
 
-    The file names of rows given in Python contain a hash, so they change with the rows.
+    The file names of such rows contain a hash, so they change with the rows.
     """
     return GIVEN if is_given(path_of(source)) else str(source)
 
 
 def _model_files(path: str) -> Files:
-    """Digest the files that transformers reads from a folder, or return a hub id's commit."""
+    """Digest the files that transformers reads from a folder, or return the commit of a hub id."""
     folder = Path(path).expanduser()
     if not folder.exists():
-        return _commit(path, "model")
+        return _find_commit(path, "model")
     templates = folder / "additional_chat_templates"
     return _digests_below(folder, [*folder.glob("*"), *templates.glob("*")])
 
 
 def _digests_below(folder: Path, files: Sequence[Path]) -> Files:
-    """Digest files, except hidden ones, Markdown and licenses."""
+    """Digest files, except hidden files, Markdown and licenses."""
     names = {str(file.relative_to(folder)): file for file in sorted(files) if file.is_file()}
     return {
         name: _digest(file)
@@ -212,41 +219,47 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
         files = [file for file in folder.rglob("*") if not file.name.startswith("cache-")]
         return _digests_below(folder, files)
     if is_data_set(source):
-        return _commit(path, "dataset")
+        return _find_commit(path, "dataset")
     return {
         "the data set" if is_given(name) else name: (
-            _remote_digest(name, key) if is_uri(name) else _digest(Path(name), whole=True)
+            _remote_digest(name, key) if is_uri(name) else _digest(Path(name), read_all=True)
         )
         for name in files_of(path, key)
     }
 
 
 def _python_files(spec: str) -> Files:
-    """Digest the file that defines a function and the neighbouring files that it imports.
+    """Digest the file that defines a function, and the neighbouring files that it imports.
 
-    Functions of raypo itself are left out, because `summary.json` has raypo's version.
+    raypo's own functions are omitted, because `summary.json` has raypo's version.
     """
     if spec.startswith(VERIFIERS):
         spec = factory_of(spec.removeprefix(VERIFIERS))
-    found = source_files(spec)
-    if not found or spec.startswith("raypo."):
+    source_paths = source_files(spec)
+    if not source_paths or spec.startswith("raypo."):
         return {}
-    return {os.path.relpath(file, found[0].parent): _digest(file) for file in found}
+    return {os.path.relpath(file, source_paths[0].parent): _digest(file) for file in source_paths}
 
 
-def _source(function: Callable[..., Any]) -> Files:
-    """Digest only the source of a function. The rest of its script may change between runs.
+def _digest_source(function: Callable[..., Any]) -> Files:
+    """Digest only the source of a function, because the rest of its script may change between runs.
 
-    For a weighted sum, digest the source of each function, and the weights.
+    For a weighted sum, digest the source of each function and the weights.
     """
     if isinstance(function, WeightedSum):
         parts = [
-            _python_files(each) if isinstance(each, str) else _source(each)
-            for each in function.functions
+            _python_files(part_function)
+            if isinstance(part_function, str)
+            else _digest_source(part_function)
+            for part_function in function.functions
         ]
         weights = repr([float(weight) for weight in function.weights]).encode()
         return {
-            **{f"{name} {n}": value for n, of in enumerate(parts) for name, value in of.items()},
+            **{
+                f"{name} {index}": value
+                for index, part_files in enumerate(parts)
+                for name, value in part_files.items()
+            },
             "its weights": _hash(iter([weights]), len(weights)),
         }
     while isinstance(function, partial):
@@ -259,16 +272,16 @@ def _source(function: Callable[..., Any]) -> Files:
     return {"its source": _hash(iter([text.encode()]), len(text))}
 
 
-def _digest(path: Path, *, whole: bool = False) -> str:
+def _digest(path: Path, *, read_all: bool = False) -> str:
     try:
         status = path.stat()
         name, size = os.path.abspath(path), status.st_size
         key = (name, size, status.st_mtime_ns, status.st_ctime_ns)
-        if key not in _known:
+        if key not in _digest_cache:
             with path.open("rb") as file:
-                _known[key] = _hash(_content(file, size, whole=whole), size)
-        return _known[key]
-    except OSError:  # the input checks have a better message
+                _digest_cache[key] = _hash(_read_blocks(file, size, read_all=read_all), size)
+        return _digest_cache[key]
+    except OSError:  # the input checks report this with a better message
         return _MISSING
 
 
@@ -276,19 +289,19 @@ def _remote_digest(uri: str, key: str) -> str:
     system, path = open_storage(uri, key=key)
     try:
         with system.open_input_file(path) as file:
-            return _hash(_content(file, file.size()), file.size())
+            return _hash(_read_blocks(file, file.size()), file.size())
     except OSError:
         return _MISSING
 
 
-def _content(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
-    """Yield all blocks of a file, or evenly spread blocks of a large file, including both ends."""
-    if whole or size <= LARGE_BYTES:
+def _read_blocks(file: BinaryIO | Any, size: int, *, read_all: bool = False) -> Iterator[bytes]:
+    """Yield all blocks of a file, or evenly spaced blocks of a large file, including both ends."""
+    if read_all or size <= LARGE_BYTES:
         while block := file.read(1 << 20):
             yield block
         return
-    for number in range(_BLOCKS):
-        file.seek((size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
+    for index in range(_BLOCKS):
+        file.seek((size - _BLOCK_BYTES) * index // (_BLOCKS - 1))
         yield file.read(_BLOCK_BYTES)
 
 
@@ -299,8 +312,8 @@ def _hash(content: Iterator[bytes], size: int) -> str:
     return f"{size} bytes, xxh3 {digest.hexdigest()}"
 
 
-def _commit(name: str, kind: str) -> Files:
-    """Return the commit of a hub id, from the hub or else from this machine's cache."""
+def _find_commit(name: str, kind: str) -> Files:
+    """Return the commit of a hub id, from the hub or from this machine's cache."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -308,10 +321,10 @@ def _commit(name: str, kind: str) -> Files:
         try:
             sha = HfApi().repo_info(name, repo_type=kind, timeout=_HUB_TIMEOUT_S).sha
             return {"commit": sha} if sha else {}
-        except Exception:  # its type depends on the HTTP client; like transformers, try the cache
+        except Exception:  # the type depends on the HTTP client. Try the cache, like transformers.
             pass
     try:
         folder = repo_folder_name(repo_id=name, repo_type=kind)
         return {"commit": Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text().strip()}
-    except (OSError, ValueError):  # not cached, or no hub id: the checks have a better message
+    except (OSError, ValueError):  # not cached, or not a hub id: the checks report this better
         return {}

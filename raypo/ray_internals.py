@@ -1,7 +1,7 @@
-"""Uses of Ray's private APIs, which no other module touches.
+"""All uses of Ray's private APIs. No other module uses them.
 
-`tests/unit/test_ray_internals.py` fails if a new version of Ray has changed one of them. Ray is
-imported inside functions, so that reading a run's files does not import it.
+`tests/unit/test_ray_internals.py` fails if a new version of Ray changes one of them. Ray is
+imported inside functions, so that code that only reads a run's files does not import it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from ray.tune.schedulers import TrialScheduler
 
 CHECKPOINTS = "checkpoint_manager_snapshot.json"
-"""File in which Ray Train lists a run's checkpoints. A checkpoint that it lacks is incomplete."""
+"""File in which Ray Train lists a run's checkpoints. Unlisted checkpoints are incomplete."""
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable in which `ray job submit` passes its runtime environment to the driver."""
+"""Environment variable with which `ray job submit` passes its runtime environment to the driver."""
 CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""gRPC method that a Ray head node answers if the client's token is valid."""
+"""gRPC method to which a Ray head node replies if the client's token is valid."""
 
 
 def address_file() -> Path:
-    """Return the file in which `ray start` writes the address of the Ray on this machine."""
+    """Return the file to which `ray start` writes the address of this machine's Ray."""
     from ray._common.utils import get_ray_address_file
 
     return Path(get_ray_address_file(None))
 
 
-def read_environment_again() -> None:
-    """Make Ray's core read the environment variables again. It first read them on import."""
+def reload_environment() -> None:
+    """Make Ray's core read the environment variables again, as it did on import."""
     from ray import _raylet
 
     core: Any = _raylet
@@ -50,14 +50,14 @@ def read_environment_again() -> None:
 
 
 def readiness(actor: ActorHandle) -> Any:
-    """Return an object reference that is ready once the actor answers calls."""
+    """Return an object reference that becomes ready when the actor can reply to calls."""
     ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
     return ping.remote()
 
 
-def cause_of(failure: BaseException) -> BaseException:
-    """Return the exception of a Ray Train worker, unwrapped from Ray Train's own exception."""
-    return getattr(failure, "_base_exc", failure)
+def cause_of(error: BaseException) -> BaseException:
+    """Return the exception of a Ray Train worker, unwrapped from Ray Train's exception."""
+    return getattr(error, "_base_exc", error)
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ def actors_of_this_job() -> list[ActorProcess]:
     ]
 
 
-def failed_to_start(failure: BaseException) -> bool:
-    """Return True if an actor is lost because its constructor raised."""
-    return bool(getattr(failure, "actor_init_failed", False))
+def failed_to_start(error: BaseException) -> bool:
+    """Return True if an actor was lost because its constructor raised an exception."""
+    return bool(getattr(error, "actor_init_failed", False))
 
 
-def kept_runs(storage: Any) -> tuple[FileSystem, str]:
-    """Return the file system on which Ray Train stores runs, and the path of their folder.
+def run_storage(storage: Any) -> tuple[FileSystem, str]:
+    """Return the file system and the folder path in which Ray Train stores runs.
 
     Args:
         storage: `ray.train.get_context().get_storage()`.
@@ -104,18 +104,18 @@ def kept_runs(storage: Any) -> tuple[FileSystem, str]:
 
 
 def checkpoint_folder(storage: Any, name: str) -> str:
-    """Return the path of a checkpoint of Ray Train on the run's file system."""
+    """Return the path of a Ray Train checkpoint on the run's file system."""
     return storage.build_checkpoint_path_from_name(name)
 
 
-def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
-    """Return the content of `CHECKPOINTS` for these checkpoints.
+def checkpoint_list(checkpoints: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
+    """Return the content of the file `CHECKPOINTS` for these checkpoints.
 
-    The checkpoint of the highest step is listed as the latest.
+    The checkpoint with the highest step is listed as the latest.
 
     Args:
-        kept: Folder name and reported metrics (with `step`) of each checkpoint, in ascending order
-            of score.
+        checkpoints: Folder name and reported metrics (with `step`) of each checkpoint, in ascending
+            order of score.
     """
     from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
         _CheckpointManagerState,
@@ -124,12 +124,12 @@ def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
 
     results = [
         _TrainingResultState(checkpoint_dir_name=name, metrics=dict(metrics))
-        for name, metrics in kept
+        for name, metrics in checkpoints
     ]
-    by_step = sorted(results, key=lambda each: each.metrics["step"])
+    by_step = sorted(results, key=lambda result: result.metrics["step"])
     state = _CheckpointManagerState(
         checkpoint_results=results,
-        checkpoint_report_indices=[by_step.index(each) for each in results],
+        checkpoint_report_indices=[by_step.index(result) for result in results],
         latest_checkpoint_result=by_step[-1],
         pending_training_results=[],
         pending_validation_specs=[],
@@ -142,19 +142,19 @@ def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
 
 
 def check_shared(storage: Any) -> None:
-    """Run Ray Train's check that this node sees the files in the run's folder.
+    """Run Ray Train's check that this node can see the files in the run's folder.
 
     Raises:
-        RuntimeError: this node does not see the folder's files.
+        RuntimeError: this node cannot see the files.
     """
     storage._check_validation_file()
 
 
 @contextmanager
 def without_worker_output() -> Iterator[None]:
-    """Suppress the output of Ray's workers in this process, as `log_to_driver=False` would.
+    """Suppress the output of Ray's workers in this process, like `log_to_driver=False`.
 
-    If the user has called `ray.init()`, Ray would otherwise print each line of that output.
+    If the user called `ray.init()`, Ray would otherwise print each line of their output.
     """
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
@@ -165,14 +165,14 @@ def without_worker_output() -> Iterator[None]:
         dispatcher.handlers = handlers
 
 
-def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
-    """Remove some default callbacks of Ray Train's controller, by class name."""
-    make = trainer._create_default_callbacks
+def remove_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
+    """Remove default callbacks with these class names from Ray Train's controller."""
+    create_callbacks = trainer._create_default_callbacks
 
-    def make_others() -> list[Any]:
-        return [each for each in make() if type(each).__name__ not in names]
+    def create_remaining_callbacks() -> list[Any]:
+        return [callback for callback in create_callbacks() if type(callback).__name__ not in names]
 
-    trainer._create_default_callbacks = make_others
+    trainer._create_default_callbacks = create_remaining_callbacks
 
 
 def detect_nccl_hangs(
@@ -211,10 +211,10 @@ def detect_nccl_hangs(
                 logger.addHandler(ToConsole(logging.WARNING))
             super().after_worker_group_start(worker_group)
 
-    make = trainer._create_default_callbacks
+    create_callbacks = trainer._create_default_callbacks
 
-    def make_with_detector() -> list[Any]:
-        others = [each for each in make() if not isinstance(each, NCCLRASCallback)]
+    def create_with_detector() -> list[Any]:
+        others = [call for call in create_callbacks() if not isinstance(call, NCCLRASCallback)]
         is_default = NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR not in os.environ
         os.environ.setdefault(NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR, str(confirm_s))
         try:
@@ -223,10 +223,10 @@ def detect_nccl_hangs(
             if is_default:
                 del os.environ[NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR]
 
-    trainer._create_default_callbacks = make_with_detector
+    trainer._create_default_callbacks = create_with_detector
 
 
-def run_controllers_here(trainer: TorchTrainer) -> None:
+def run_controllers_in_process(trainer: TorchTrainer) -> None:
     """Run Ray Train's controller in the trainer's process. Ray would otherwise start an actor."""
     from ray.train.v2._internal.execution.controller import TrainController
 
@@ -241,20 +241,20 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
 def dashboard_address() -> str | None:
     """Return the address of the connected cluster's dashboard, or None if it has none.
 
-    `ray.init().dashboard_url` is right only in drivers. In a worker, such as a trial of Ray Tune,
-    it has the default port, whatever port the dashboard uses (Ray 2.60).
+    `ray.init().dashboard_url` is correct only in drivers. In a worker, such as a Ray Tune trial, it
+    always has the default port, even if the dashboard uses another port (Ray 2.60).
     """
     from ray._private.services import get_webui_url_from_internal_kv
 
-    if given := os.environ.get("RAY_OVERRIDE_DASHBOARD_URL"):
-        return given
+    if override := os.environ.get("RAY_OVERRIDE_DASHBOARD_URL"):
+        return override
     return get_webui_url_from_internal_kv() or None
 
 
 def has_autoscaler() -> bool:
-    """Return whether the connected cluster has an autoscaler, which can add nodes.
+    """Return whether the connected cluster has an autoscaler that can add nodes.
 
-    Every Ray cluster runs the autoscaler's process. Without an autoscaler config, that process only
+    Every Ray cluster runs an autoscaler process. Without an autoscaler config, this process only
     reports the nodes.
     """
     import ray
@@ -264,21 +264,21 @@ def has_autoscaler() -> bool:
     from ray.autoscaler.v2.utils import is_autoscaler_v2
     from ray.experimental.internal_kv import _internal_kv_get
 
-    if is_autoscaler_v2(fetch_from_server=True):  # v2 knows the id of each node in the cloud
+    if is_autoscaler_v2(fetch_from_server=True):  # v2 knows each node's cloud instance id
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
-        return any(each.instance_id for each in [*status.active_nodes, *status.idle_nodes])
-    # Version 1 takes the names of node types from its config. Without a config, it names them after
-    # the nodes.
+        return any(n.instance_id for n in [*status.active_nodes, *status.idle_nodes])
+    # v1 gets the names of node types from its config. Without a config, it derives the names from
+    # node ids.
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
     summary = report.get("autoscaler_report") or {}
-    types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
-    others = [*summary.get("pending_nodes", ()), *summary.get("failed_nodes", ())]
-    types |= {node_type for _, node_type, *_ in others}
-    return not types <= {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
+    node_types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
+    inactive_nodes = [*summary.get("pending_nodes", ()), *summary.get("failed_nodes", ())]
+    node_types |= {node_type for _, node_type, *_ in inactive_nodes}
+    return not node_types <= {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
 
 
 def is_driver() -> bool:
-    """Return True if this process is the driver of Ray's job, not a task or an actor."""
+    """Return True if this process is the driver of the Ray job, not a task or actor."""
     import ray
 
     # Without a connection, Ray's context would start a local Ray.
@@ -286,38 +286,38 @@ def is_driver() -> bool:
 
 
 def forget_failed(controller: Any, trial: Trial) -> None:
-    """Remove a failed trial from a Tune controller's live trials, which schedulers read."""
+    """Remove a failed trial from the live trials of a Tune controller, which schedulers read."""
     controller.get_live_trials().discard(trial)
 
 
 def resume_experiment(tuner: Tuner, resume: ResumeConfig) -> None:
-    """Let `tuner.fit` go on with the experiment in its folder.
+    """Make `tuner.fit` resume the experiment in its folder.
 
-    `tune.Tuner.restore` would use the stop rule and the callbacks that were pickled when the
-    experiment began, instead of those of this process.
+    `tune.Tuner.restore` would use the stop rule and callbacks that were pickled when the experiment
+    started, instead of this process's stop rule and callbacks.
     """
-    local: Any = tuner._local_tuner
-    local._tuner_kwargs["resume_config"] = resume
+    local_tuner: Any = tuner._local_tuner
+    local_tuner._tuner_kwargs["resume_config"] = resume
 
 
-def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> ResultGrid:
+def replace_results(results: ResultGrid, replacement_for: Callable[[str, Any], Any]) -> ResultGrid:
     """Return Tune's results with each trial's result replaced.
 
     Args:
         results: Results of `Tuner.fit`.
-        result_of: Function `(trial's name, Tune's result)` that returns the replacement.
+        replacement_for: Function `(trial name, Tune's result)` that returns the replacement.
     """
     from ray.tune import ResultGrid
 
-    class Runs(ResultGrid):
+    class ReplacedResults(ResultGrid):
         def _trial_to_result(self, trial: Trial) -> Any:
-            return result_of(str(trial), super()._trial_to_result(trial))
+            return replacement_for(str(trial), super()._trial_to_result(trial))
 
-    return Runs(results._experiment_analysis)
+    return ReplacedResults(results._experiment_analysis)
 
 
 class PastTrial:
-    """Stand-in for a trial of an earlier attempt; schedulers use only its id and name."""
+    """Stand-in for a trial of an earlier attempt. Schedulers use only its id and name."""
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None) -> None:
         self.trial_id, self.config = name, dict(config or {})
@@ -331,26 +331,30 @@ def mode_of(scheduler: object) -> str | None:
     return getattr(scheduler, "_mode", None)
 
 
-def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
-    """Replay the reports of an earlier attempt's ended trials into a scheduler.
+def replay_past_trials(
+    scheduler: TrialScheduler, past_reports: Mapping[str, Iterable[Mapping[str, float]]]
+) -> None:
+    """Replay the reports of ended trials of an earlier attempt into a scheduler.
 
-    The scheduler then compares new trials with the earlier ones.
+    The scheduler then also compares new trials with these trials.
 
     Args:
         scheduler: Tune scheduler.
-        past: Reports of each ended trial in order, by the trial's name.
+        past: Reports of each ended trial in order, by trial name.
     """
-    for name, reports in past.items():
+    for name, reports in past_reports.items():
         trial: Any = PastTrial(name)
         scheduler.on_trial_add(NO_TRIALS, trial)
-        if last := replay(scheduler, trial, reports):  # empty if the trial's folder was removed
-            scheduler.on_trial_complete(NO_TRIALS, trial, last)
+        if last_report := replay(
+            scheduler, trial, reports
+        ):  # empty if the trial's folder was removed
+            scheduler.on_trial_complete(NO_TRIALS, trial, last_report)
 
 
 def replay(
     scheduler: TrialScheduler, trial: Trial, reports: Iterable[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Replay earlier reports of a trial into a scheduler, whose decisions are ignored.
+    """Replay earlier reports of a trial into a scheduler, and ignore its decisions.
 
     Args:
         scheduler: Tune scheduler, to which the trial has been added.
@@ -358,18 +362,18 @@ def replay(
         reports: Its reports in order.
 
     Returns:
-        The last report, empty if there is none.
+        The last report, or {} if there are no reports.
     """
-    last: dict[str, float] = {}
+    last_report: dict[str, float] = {}
     for report in reports:
-        last = dict(report)
-        scheduler.on_trial_result(NO_TRIALS, trial, last)
+        last_report = dict(report)
+        scheduler.on_trial_result(NO_TRIALS, trial, last_report)
         # The median stopping rule refuses reports of trials that it stopped. The order of this
         # replay differs from the original order, so the rule may stop a trial that continued in
         # the earlier attempt.
         getattr(scheduler, "_stopped_trials", set()).discard(trial)
-    return last
+    return last_report
 
 
 NO_TRIALS: Any = SimpleNamespace(get_live_trials=list, search_alg=None)
-"""Stand-in for Tune's controller, without trials and searcher."""
+"""Stand-in for a Tune controller without trials and without a searcher."""

@@ -18,7 +18,7 @@ from raypo.serving.client import Completions, OnCompletion
 from raypo.serving.engine import Engine as VllmEngine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
-from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
+from raypo.weights.buckets import Bucket, as_bytes, group_by_size, specs_of
 from raypo.weights.manifest import Manifest, checksums
 from raypo.weights.messages import WeightPush
 
@@ -83,7 +83,7 @@ def generate(engine: VllmEngine, requests: Sequence[SamplingRequest]) -> list[Co
 def pack(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
     """Copies of the tensors, on the CPU; lazy and sized as in `stage`."""
     copies = ((name, tensor.detach().clone()) for name, tensor in named_tensors)
-    for group in grouped(copies, bucket_bytes=bucket_bytes):
+    for group in group_by_size(copies, bucket_bytes=bucket_bytes):
         parts = [as_bytes(tensor) for _, tensor in group]
         yield Bucket(tuple(part.numpy() for part in parts), specs_of(group, checksums(parts)))
 

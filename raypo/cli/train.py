@@ -51,9 +51,9 @@ def train(
         check_machine(run.cluster)
     check_disk(run)
     files.check_writable()
-    from raypo.cluster.connect import connecting  # imports Ray
+    from raypo.cluster.connect import connected_in_background  # imports Ray
 
-    with connecting(run.cluster) as connected:
+    with connected_in_background(run.cluster) as connected:
         from raypo.trainer import trainer_for  # imports torch
 
         # Not before: a trainer writes to a dict of Ray that `ray.init` iterates over.

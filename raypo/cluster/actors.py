@@ -24,9 +24,9 @@ from raypo.ray_internals import readiness
 T = TypeVar("T")
 
 NAME_TIMEOUT_S = 30.0
-"""Seconds to wait for a name that is still held by a dying actor of an earlier attempt."""
+"""Seconds to wait for a name while a dying actor of an earlier attempt still holds it."""
 PING_TIMEOUT_S = 5.0
-"""Timeout of a health check, after which an actor counts as busy."""
+"""Timeout of a health check in seconds, after which an actor counts as busy."""
 
 
 class DeploymentError(RuntimeError):
@@ -42,17 +42,17 @@ class NoReplicaLeft(DeploymentError):
 
 
 def survivors(
-    calls: Iterable[Future[T]], *, passing_over: type[DeploymentError] = ReplicaLost
+    calls: Iterable[Future[T]], *, lost_error: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
     """Wait for calls to several replicas, and return the results of the surviving replicas.
 
     Args:
         calls: Pending calls, one per replica.
-        passing_over: Error that marks a replica as lost. All other errors are raised.
+        lost_error: Error that means that a replica is lost. All other errors are raised.
     """
     values: list[T] = []
     for call in calls:
-        with suppress(passing_over):
+        with suppress(lost_error):
             values.append(call.result())
     return values
 
@@ -62,8 +62,8 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
 
     Args:
         cls: Class of the actor.
-        name: Name of the actor, which Ray's dashboard shows.
-        options: Ray's options of the actor.
+        name: Name of the actor, shown in Ray's dashboard.
+        options: Ray options of the actor.
         kwargs: Arguments of the class.
 
     Raises:
@@ -86,17 +86,17 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
 
 
 def is_lost_actor(error: BaseException) -> bool:
-    """Return True if a call's error means that its actor is gone, temporarily or for good."""
-    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for actors whose
-    # node is gone.
+    """Return True if a call failed because its actor is lost, temporarily or permanently."""
+    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for actors on a lost
+    # node.
     lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-    # A RayTaskError that also has such a type was raised inside the method: this actor lives, but
-    # an actor that the method called is dead.
+    # A RayTaskError that also has one of these types was raised inside the method: this actor is
+    # alive, but an actor that the method called is dead.
     return isinstance(error, lost) and not isinstance(error, RayTaskError)
 
 
 def is_alive(actor: ActorHandle) -> bool:
-    """Return True if the actor answers a health check, or times out because it may be busy."""
+    """Return True if the actor responds to a health check, or if it times out (it may be busy)."""
     try:
         ray.get(readiness(actor), timeout=PING_TIMEOUT_S)
     except GetTimeoutError:

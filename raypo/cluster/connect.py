@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster, or start of a local one with its dashboard."""
+"""Connect to a Ray cluster, or start a local one with its dashboard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
-from raypo.cluster.devices import check_choice, users_choice
+from raypo.cluster.devices import check_noset_flags, user_visibility_env
 from raypo.cluster.machine import (
     PROBE_TIMEOUT_S,
     check_address,
     check_folders,
     cluster_address,
-    refusal,
+    connection_error,
     saved_token,
 )
 from raypo.concurrency import settle
@@ -31,7 +31,7 @@ from raypo.ray_internals import (
     address_file,
     dashboard_address,
     is_driver,
-    read_environment_again,
+    reload_environment,
 )
 from raypo.tracking.console import Console
 
@@ -51,24 +51,24 @@ _WORKER_DEFAULTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
 }
-_PASSED = (
+_FORWARDED_PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "VLLM_", "HF_"),
     *("TORCHINDUCTOR_", "TRITON_"),
 )
-"""Prefixes of the driver's variables that are passed to workers."""
-_OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT"}
-"""Variables that are not passed although they match `_PASSED`: addresses differ between nodes."""
-_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-"""Endings of variables that are not passed either (HF_TOKEN, VLLM_API_KEY), because the variables
-of a job are public. A setting like HF_HUB_DISABLE_IMPLICIT_TOKEN is no secret."""
+"""Prefixes of the driver's environment variables that are passed to workers."""
+_NODE_SPECIFIC = {"VLLM_HOST_IP", "VLLM_HOST_PORT"}
+"""Variables that match `_FORWARDED_PREFIXES` but differ between nodes, so they are not passed."""
+_SECRET_SUFFIXES = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+"""Suffixes of secret variables (HF_TOKEN, VLLM_API_KEY). They are not passed, because a job's
+variables are public. Settings like HF_HUB_DISABLE_IMPLICIT_TOKEN are not secret."""
 _LOCAL_DEFAULTS = {
-    # A local machine is never preempted, and the watcher is a process that imports ray.train,
-    # which takes seconds on a small machine.
+    # A local machine is never preempted. The watcher is a process that imports ray.train, which
+    # takes seconds on a small machine.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _DRIVER_DEFAULTS = {
-    # Show runs and their workers in Ray's dashboard (/api/train/v2/runs/v1). The actor that keeps
-    # them takes 2 to 4 s of a core.
+    # Show runs and their workers in Ray's dashboard (/api/train/v2/runs/v1). The actor that stores
+    # this state uses 2 to 4 s of CPU time.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # `ray.train.report` blocks until the controller has polled the previous report, so a step takes
     # at least this interval. Ray's default is 2 s. A poll costs about a millisecond.
@@ -76,12 +76,12 @@ _DRIVER_DEFAULTS = {
 }
 
 
-_our_job = ""
-"""Identity (`_job`) of the Ray job that `connect` has started in this process. Such a job passes
-raypo's variables to its workers. Empty if `connect` has started none."""
-_connecting = threading.Lock()
-"""Held by the thread that connects, because `ray.init` must not run twice at the same time. While
-`connecting` connects in its thread, a trainer that is created beside it may connect, too."""
+_connected_job = ""
+"""Identity (`_current_job`) of the Ray job that `connect` started in this process. Such a job
+passes raypo's variables to its workers. Empty if `connect` has not started a job."""
+_connect_lock = threading.Lock()
+"""Lock held while a thread connects, because `ray.init` must not run twice at the same time. A
+trainer may connect while the thread of `connected_in_background` is also connecting."""
 
 
 class ClusterError(RuntimeError):
@@ -89,80 +89,89 @@ class ClusterError(RuntimeError):
 
 
 @contextmanager
-def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
-    """Connect in a thread, which takes seconds, and disconnect at the end.
+def connected_in_background(section: ClusterSection) -> Iterator[Future[bool]]:
+    """Connect to Ray in a thread, because it takes seconds, and disconnect when the context ends.
 
-    The context gets the future of `connect`, and has to wait for it before it uses Ray.
+    Yields the future of `connect`. The caller must wait for it before using Ray.
     """
-    connected: Future[bool] = Future()
-    is_interrupted, ended = False, threading.Event()
+    is_new_connection: Future[bool] = Future()
+    is_interrupted, stop_event = False, threading.Event()
 
-    def connect_and_stay() -> None:
-        settle(connected, partial(connect, section))
-        ended.wait()  # Linux kills the processes of a local Ray when the thread ends that made them
+    def connect_until_stopped() -> None:
+        settle(is_new_connection, partial(connect, section))
+        # Keep the thread alive: Linux kills the processes of a local Ray when the thread that
+        # started them ends.
+        stop_event.wait()
 
-    threading.Thread(target=connect_and_stay, name="raypo-connect", daemon=True).start()
+    threading.Thread(target=connect_until_stopped, name="raypo-connect", daemon=True).start()
     try:
-        yield connected
-    except KeyboardInterrupt:  # do not wait then
+        yield is_new_connection
+    except KeyboardInterrupt:  # do not wait for the connection
         is_interrupted = True
         raise
     finally:
-        if connected.done() or not is_interrupted:
-            with suppress(Exception):  # the context has raised it
-                if connected.result():
+        if is_new_connection.done() or not is_interrupted:
+            with suppress(Exception):  # the caller has already received this error
+                if is_new_connection.result():
                     ray.shutdown()
-        ended.set()
+        stop_event.set()
 
 
 def connect(section: ClusterSection) -> bool:
     """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
-    A line says which Ray is used.
+    Prints a line with the Ray that is used.
 
     Returns:
-        True if this call connected, so that the caller has to disconnect.
+        True if this call opened the connection, so that the caller has to close it.
 
     Raises:
-        ConfigError: no Ray answers at the address, it refuses the token, or a folder that a local
-            Ray needs cannot be written to.
+        ConfigError: no Ray responds at the address, it refuses the token, or a folder that a local
+            Ray needs is not writable.
         ClusterError: a local Ray did not start in time.
     """
-    with _connecting:
+    with _connect_lock:
         return _connect(section)
 
 
 def _connect(section: ClusterSection) -> bool:
-    global _our_job
+    global _connected_job
     if ray.is_initialized():
-        if _job() != _our_job:
+        if _current_job() != _connected_job:
             _set_defaults(_DRIVER_DEFAULTS)
-            _tell_ray("to which this program had connected")
+            _print_connection("to which this program had connected")
         return False
     address, source = cluster_address(section)
-    running, is_auto = _started_here(), address == "auto"
-    if is_auto and running:  # probe it below: Ray itself would hang if the address file is stale
-        address, source = running, f"{source}=auto"
+    local_address, is_auto = _local_ray_address(), address == "auto"
+    if is_auto and local_address:
+        # Probe this address below: Ray itself would hang if the address file is stale.
+        address, source = local_address, f"{source}=auto"
     if address:
         check_address(address, source)
         _authenticate(address, source)
-        where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
+        init_options = {
+            "address": address,
+            "runtime_env": {"env_vars": _env_missing_from_job(os.environ)},
+        }
     else:
-        if running and refusal(running) is None:
+        if local_address and connection_error(local_address) is None:
             Console().message(
                 "raypo: starting a new Ray beside the one that runs on this machine "
-                f"({running}); cluster.address=auto uses the running one"
+                f"({local_address}); cluster.address=auto uses the running one"
             )
         check_folders()
         # Processes of a local Ray inherit variables; a runtime_env would cost each process a
         # second.
         os.environ.update(worker_environment())
         _set_defaults(_LOCAL_DEFAULTS)
-        where = {"address": "local", "include_dashboard": True}
+        init_options = {"address": "local", "include_dashboard": True}
     _set_defaults(_DRIVER_DEFAULTS)
     try:
         ray.init(
-            namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where
+            namespace=section.namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **init_options,
         )
     except ConnectionError as error:  # `auto`, but no Ray runs on this machine
         first_line = str(error).strip().splitlines()[0]
@@ -179,30 +188,30 @@ def _connect(section: ClusterSection) -> bool:
             "(cluster.address)."
         ) from None
     try:
-        check_choice(has_devices=ray.cluster_resources().get("GPU", 0.0) > 0.0)
+        check_noset_flags(has_devices=ray.cluster_resources().get("GPU", 0.0) > 0.0)
     except ConfigError:
         ray.shutdown()
         raise
-    _tell_ray(_how(address, source, is_auto=is_auto))
-    _our_job = _job()
+    _print_connection(_describe_connection(address, source, is_auto=is_auto))
+    _connected_job = _current_job()
     return True
 
 
-def _how(address: str | None, source: str, *, is_auto: bool) -> str:
+def _describe_connection(address: str | None, source: str, *, is_auto: bool) -> str:
     if is_auto:
         key = source.removesuffix("=auto")
         return f"which runs on this machine; without {key}, raypo starts a new one"
     return f"of {source}" if address else "started here"
 
 
-def _tell_ray(how: str) -> None:
-    """Print which Ray is used. The trials of an experiment, which are actors, do not repeat it."""
+def _print_connection(description: str) -> None:
+    """Print which Ray is used, unless this process is an actor, such as a trial of a sweep."""
     if is_driver():
-        Console().message(f"raypo: Ray at {ray.get_runtime_context().gcs_address}, {how}")
+        Console().message(f"raypo: Ray at {ray.get_runtime_context().gcs_address}, {description}")
 
 
-def _started_here() -> str | None:
-    """Return the address of the last `ray start` on this machine. That Ray may have ended."""
+def _local_ray_address() -> str | None:
+    """Return the address of the last `ray start` on this machine. This Ray may have stopped."""
     try:
         return address_file().read_text().strip() or None
     except OSError:
@@ -210,33 +219,33 @@ def _started_here() -> str | None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the environment of workers. Values that the user has set override the defaults."""
-    passed = {
+    """Return the environment variables of workers. The user's values override the defaults."""
+    forwarded = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_PASSED)
-        and name not in _OF_ONE_NODE
-        and ("_DISABLE_" in name or not name.endswith(_SECRET))
+        if name.startswith(_FORWARDED_PREFIXES)
+        and name not in _NODE_SPECIFIC
+        and ("_DISABLE_" in name or not name.endswith(_SECRET_SUFFIXES))
     }
     defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
-    return passed | defaults | users_choice()
+    return forwarded | defaults | user_visibility_env()
 
 
-def untold_environment() -> dict[str, str]:
+def missing_environment() -> dict[str, str]:
     """Return the part of `worker_environment` that Ray's job does not pass to new processes.
 
-    It is empty if `connect` has started the job. If other code has called `ray.init`, it contains
-    the variables that the job lacks.
+    It is empty if `connect` started the job. If other code called `ray.init`, it contains the
+    variables that the job lacks.
     """
-    if not ray.is_initialized() or _job() == _our_job:
+    if not ray.is_initialized() or _current_job() == _connected_job:
         return {}
     context = ray.get_runtime_context()
     is_driver = context.get_actor_id() is None
-    told = (context.runtime_env.get("env_vars") or {}) if is_driver else os.environ
-    return {name: value for name, value in worker_environment().items() if name not in told}
+    job_env = (context.runtime_env.get("env_vars") or {}) if is_driver else os.environ
+    return {name: value for name, value in worker_environment().items() if name not in job_env}
 
 
-def _job() -> str:
+def _current_job() -> str:
     context = ray.get_runtime_context()
     return f"{context.gcs_address} {context.get_job_id()}"
 
@@ -252,29 +261,29 @@ def _set_defaults(defaults: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the worker variables that `ray job submit` has not set; Ray refuses duplicates."""
+def _env_missing_from_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the worker variables that `ray job submit` has not set. Ray refuses duplicates."""
     job = json.loads(environ.get(JOB_CONFIG_VARIABLE, "{}"))
-    said = job.get("runtime_env", {}).get("env_vars", {})
-    return {name: value for name, value in worker_environment().items() if name not in said}
+    job_env = job.get("runtime_env", {}).get("env_vars", {})
+    return {name: value for name, value in worker_environment().items() if name not in job_env}
 
 
 def dashboard_token() -> str | None:
-    """Return the token of Ray's dashboard. None means that it needs no token, or none was found."""
+    """Return the token of Ray's dashboard. None if no token is needed, or if none was found."""
     return saved_token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
 
 
 def _authenticate(address: str, source: str) -> None:
-    """Enable Ray's token mode if the cluster asks for a token.
+    """Enable Ray's token mode if the cluster requires a token.
 
-    Ray enables this mode by itself only for the address `auto`. For host:port, it would retry
+    Ray enables this mode on its own only for the address `auto`. For host:port, it would retry
     without a token for 20 s.
     """
     if address in ("auto", "local"):
         return
     if os.environ.get("RAY_USE_TLS", "0") != "0" or "RAY_ENABLE_K8S_TOKEN_AUTH" in os.environ:
-        return  # the probe below speaks neither TLS nor Kubernetes tokens
-    if _answer(address, source, token=None):
+        return  # the probe below supports neither TLS nor Kubernetes tokens
+    if _accepts_token(address, source, token=None):
         return
     token, mode = saved_token(), os.environ.get("RAY_AUTH_MODE")
     if token is None:
@@ -282,7 +291,7 @@ def _authenticate(address: str, source: str) -> None:
             f"{source} ({address}): this Ray requires a token, but none is set. Set "
             "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
         )
-    if not _answer(address, source, token=token):
+    if not _accepts_token(address, source, token=token):
         raise ConfigError(
             f"{source} ({address}): this Ray requires a different token from the one that was "
             "found (RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token). Set "
@@ -293,26 +302,26 @@ def _authenticate(address: str, source: str) -> None:
             f"RAY_AUTH_MODE ({mode}): the Ray at {address} requires a token. Set it to token."
         )
     os.environ["RAY_AUTH_MODE"] = "token"
-    read_environment_again()
+    reload_environment()
 
 
-def _answer(address: str, source: str, *, token: str | None) -> bool:
+def _accepts_token(address: str, source: str, *, token: str | None) -> bool:
     """Return True if the Ray head at an address accepts a token. None means no token.
 
     This calls gRPC directly, because Ray's own client would retry.
     """
     import grpc
 
-    told = [("authorization", f"Bearer {token}")] if token else []
+    metadata = [("authorization", f"Bearer {token}")] if token else []
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         cluster_id: Any = channel.unary_unary(CLUSTER_ID)
         try:
-            cluster_id(b"", timeout=PROBE_TIMEOUT_S, metadata=told)
+            cluster_id(b"", timeout=PROBE_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             code = error.code()
             if code == grpc.StatusCode.UNAUTHENTICATED:
                 return False
-            if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # at a timeout the head may be busy
+            if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # after a timeout, the head may be busy
                 raise ConfigError(
                     f"{source} ({address}): the service there is not the head node of a Ray "
                     f"cluster ({code.name}). Give the address that `ray start --head` printed; "

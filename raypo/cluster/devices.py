@@ -1,6 +1,6 @@
 """Environment variables that make devices visible to a process.
 
-Ray sets them in each worker. If the user sets a NOSET flag, Ray leaves the user's value in place.
+Ray sets them in each worker. If the user sets a NOSET flag, Ray keeps the user's value.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ NOSET = {
     "ROCR_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
 }
-"""Maps each variable of visible devices to the flag that keeps Ray from setting the variable."""
+"""Maps each visibility variable to the flag that prevents Ray from setting it."""
 
 
-def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the NOSET flags that the user has set, and the variables that they protect."""
-    chosen = {}
+def user_visibility_env(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the NOSET flags that the user has set, and the visibility variables they protect."""
+    env = {}
     for variable, flag in NOSET.items():
         if _is_set(environ, flag):
-            chosen[flag] = environ[flag]
+            env[flag] = environ[flag]
             if variable in environ:
-                chosen[variable] = environ[variable]
-    return chosen
+                env[variable] = environ[variable]
+    return env
 
 
 SHARED_MEMORY = "/dev/shm"
-LEAST_SHARED_BYTES = 10**9
-"""Smallest size of `SHARED_MEMORY` for several GPUs. Docker gives 64 MB. vLLM maps 160 MB for
-each sharded engine, and NCCL some for each pair of GPUs. Too little ends a process by SIGBUS."""
+MIN_SHARED_BYTES = 10**9
+"""Minimum size of `SHARED_MEMORY` for several GPUs. Docker's default is 64 MB. vLLM maps 160 MB per
+sharded engine, and NCCL needs some for each pair of GPUs. If there is too little, a process is
+killed by SIGBUS."""
 BFLOAT16_CAPABILITY = (8, 0)
-"""Lowest CUDA compute capability with bfloat16."""
-OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
-"""Ray's names of accelerators that raypo does not support."""
+"""Minimum CUDA compute capability that supports bfloat16."""
+UNSUPPORTED_ACCELERATORS = ("NPU", "TPU", "HPU", "neuron_cores")
+"""Accelerators that raypo does not support, by the names of Ray's resources."""
 
 
 def check_accelerators(resources: Mapping[str, float]) -> None:
-    """Refuse a cluster whose accelerators would be idle while the run uses CPUs.
+    """Check that a run on CPUs would not leave unsupported accelerators of the cluster idle.
 
     Args:
-        resources: Ray's resources of the cluster. AMD's GPUs are `GPU` too.
+        resources: Ray's resources of the cluster. AMD GPUs count as `GPU`, too.
 
     Raises:
         ConfigError: the cluster has unsupported accelerators and no GPU.
     """
-    unsupported = [name for name in OTHERS if resources.get(name)]
+    unsupported = [name for name in UNSUPPORTED_ACCELERATORS if resources.get(name)]
     if unsupported and not resources.get("GPU"):
         raise ConfigError(
             f"learner.use_gpu (auto): the cluster has {unsupported[0]}, but raypo runs only on "
@@ -59,22 +60,22 @@ def check_accelerators(resources: Mapping[str, float]) -> None:
         )
 
 
-def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this machine") -> None:
-    """Refuse GPUs that torch cannot use; otherwise the run would silently use CPUs.
+def check_driver(*, gpus: int, use_gpu: bool | str = "auto", machine: str = "this machine") -> None:
+    """Check that torch can use the GPUs. Otherwise the run would silently use CPUs.
 
     Args:
         gpus: Number of GPUs that nvidia-smi or Ray finds.
-        use_gpu: `learner.use_gpu`. With auto, a CPU build of torch is accepted: it counts as the
-            user's choice to run on CPUs.
-        where: Name of the machine, for the message.
+        use_gpu: `learner.use_gpu`. With auto, a CPU build of torch is accepted, because it means
+            that the user chose to run on CPUs.
+        machine: Name of the machine, for the message.
 
     Raises:
         ConfigError: torch finds no GPU.
     """
     import torch
 
-    is_choice = use_gpu == "auto" and torch.version.cuda is None
-    if not gpus or is_choice or torch.cuda.is_available():
+    chose_cpus = use_gpu == "auto" and torch.version.cuda is None
+    if not gpus or chose_cpus or torch.cuda.is_available():
         return
     try:
         torch.cuda.init()  # raises with the reason why torch cannot use the GPUs
@@ -82,7 +83,7 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
     raise ConfigError(
-        f"learner.use_gpu ({use_gpu}): {where} has {gpus} GPU{'s' * (gpus > 1)}, and torch "
+        f"learner.use_gpu ({use_gpu}): {machine} has {gpus} GPU{'s' * (gpus > 1)}, and torch "
         f"{torch.__version__} (CUDA {torch.version.cuda}) cannot use them: {reason}. Update the "
         f"driver, install a torch for the driver's CUDA, or set learner.use_gpu to false to run on "
         f"CPUs."
@@ -90,42 +91,42 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
 
 
 def check_granted(num_workers: int = 1) -> None:
-    """Refuse a learner worker that cannot use the GPUs that Ray has assigned to it.
+    """Check that this learner worker can use the GPUs that Ray has assigned to it.
 
     Args:
         num_workers: Number of learner workers.
 
     Raises:
-        ConfigError: torch finds no GPU, or there is too little shared memory for several.
+        ConfigError: torch finds no GPU, or there is too little shared memory for several GPUs.
     """
     import ray
 
     context = ray.get_runtime_context()
     gpu_ids = context.get_accelerator_ids().get("GPU", [])
     node = ray.util.get_node_ip_address()
-    check_driver(gpus=len(gpu_ids), use_gpu=True, where=f"a worker on {node}")
+    check_driver(gpus=len(gpu_ids), use_gpu=True, machine=f"a worker on {node}")
     if gpu_ids and num_workers > 1:
         check_shared_memory()
 
 
 def check_shared_memory() -> None:
-    """Refuse a machine or container with too little shared memory for several GPUs.
+    """Check that the machine or container has enough shared memory for several GPUs.
 
     Raises:
-        ConfigError: `SHARED_MEMORY` is smaller than `LEAST_SHARED_BYTES`.
+        ConfigError: `SHARED_MEMORY` is smaller than `MIN_SHARED_BYTES`.
     """
     size = shutil.disk_usage(SHARED_MEMORY).total
-    if size < LEAST_SHARED_BYTES:
+    if size < MIN_SHARED_BYTES:
         raise ConfigError(
             f"{SHARED_MEMORY} ({size / 1e9:.3g} GB on {socket.gethostname()}): the processes of "
-            f"several GPUs need at least {LEAST_SHARED_BYTES / 1e9:g} GB of shared memory. Start "
+            f"several GPUs need at least {MIN_SHARED_BYTES / 1e9:g} GB of shared memory. Start "
             "the container with --shm-size=16g or --ipc=host; on Kubernetes mount an emptyDir with "
             f"`medium: Memory` at {SHARED_MEMORY}."
         )
 
 
 def check_capability(dtype: str) -> None:
-    """Refuse a GPU without bfloat16 if `dtype` is bfloat16. Call this in a process with the GPU.
+    """Check that the GPU supports `dtype`. Call this in a process that can see the GPU.
 
     Raises:
         ConfigError: the GPU's compute capability is too low.
@@ -143,15 +144,15 @@ def check_capability(dtype: str) -> None:
         )
 
 
-def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a NOSET flag that would leave Ray Train's workers without devices.
+def check_noset_flags(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that no NOSET flag leaves Ray Train's workers without devices.
 
     Args:
         has_devices: Whether the cluster has accelerators.
         environ: Environment variables.
 
     Raises:
-        ConfigError: a flag is set, but its variable is not.
+        ConfigError: a flag is set, but its visibility variable is not.
     """
     for variable, flag in NOSET.items():
         if has_devices and _is_set(environ, flag) and not environ.get(variable):
@@ -162,11 +163,11 @@ def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) 
             )
 
 
-def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
-    """Return the environment that makes these devices visible to a process, overriding Ray.
+def visibility_env(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
+    """Return the variables that make these devices visible to a process, overriding Ray.
 
     Args:
-        ids: Ray's device ids on the node. Without ids the environment is empty.
+        ids: Ray's device ids on the node. Without ids, the result is empty.
         is_rocm: Whether torch was built for ROCm.
     """
     if not ids:
@@ -175,15 +176,17 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
     return {variable: ",".join(ids), NOSET[variable]: "1"}
 
 
-def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that hide all devices except those that Ray has reserved for this process.
+def visible_device_env(
+    ids: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that hide all devices that Ray has not reserved for this process.
 
     Only variables with a NOSET flag are returned. Without the flag, Ray has set the variable
     itself. With the flag, the variable still lists all devices of the node.
 
     Args:
-        ids: Devices that Ray has reserved for the process. If there are none, nothing is returned:
-            the process shares a learner worker's devices, which it was given explicitly.
+        ids: Devices that Ray has reserved for the process. Without ids, the result is empty: such a
+            process shares a learner worker's devices, which are set explicitly.
         environ: Environment variables.
     """
     return {
@@ -193,15 +196,15 @@ def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dic
     }
 
 
-def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Merge environments of `shown` into one that shows all their devices, in this order."""
+def merged_visibility_env(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Merge environments of `visibility_env` into one with all their devices, in this order."""
     first, *_ = environments
-    joined = {
+    merged = {
         variable: ",".join(environment[variable] for environment in environments)
         for variable in NOSET
         if variable in first
     }
-    return {**first, **joined}
+    return {**first, **merged}
 
 
 def _is_set(environ: Mapping[str, str], flag: str) -> bool:

@@ -1,4 +1,4 @@
-"""Data-sheet figures of GPUs: FLOP/s without sparsity, link bandwidths in one direction."""
+"""Data-sheet values of GPUs: FLOP/s without sparsity, and link bandwidths in one direction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, in GB (1e9 bytes), TFLOP/s and GB/s."""
+    """GPU model, with sizes in GB (1e9 bytes), speeds in TFLOP/s and bandwidths in GB/s."""
 
     name: str
     memory_gb: float
@@ -17,14 +17,14 @@ class Gpu:
     memory_gbs: float
     """Bandwidth of the GPU's own memory."""
     link_gbs: float
-    """Bandwidth to another GPU of the node: over NVLink, or over PCIe if there is no NVLink."""
+    """Bandwidth to another GPU of the node, over NVLink, or over PCIe if there is no NVLink."""
     host_gbs: float
     """Bandwidth to the node's RAM, over PCIe."""
     network_gbs: float
-    """One GPU's share of a typical node's network bandwidth."""
+    """Network bandwidth of a typical node, divided by its number of GPUs."""
 
     def tflops(self, dtype: str) -> float:
-        """Return the TFLOP/s of matmuls in a dtype."""
+        """Return the speed of matrix multiplications in a dtype, in TFLOP/s."""
         return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
 
 
@@ -40,23 +40,26 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""Known GPUs. `gpu_of` returns the first match, so H100-NVL, for example, stands before H100. If a
+"""Known GPU models. `gpu_of` returns the first match, so for example H100-NVL precedes H100. If a
 GPU is sold with two memory sizes under one name, the smaller size is listed. GPUs without bfloat16,
 like V100 and T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """Find a GPU by the name that a cluster, Ray or torch gives it, like NVIDIA H100 80GB HBM3.
+    """Find a GPU model by the name that nvidia-smi, Ray or torch uses, like NVIDIA H100 80GB HBM3.
 
     Returns:
         The GPU, or None if it is unknown.
     """
-    words = re.split(r"[^A-Z0-9]+", name.upper())
+    name_parts = re.split(r"[^A-Z0-9]+", name.upper())
     return next(
         (
             gpu
             for gpu in GPUS
-            if all(word in words or f"{word}B" in words for word in gpu.name.upper().split("-"))
+            if all(
+                part in name_parts or f"{part}B" in name_parts
+                for part in gpu.name.upper().split("-")
+            )
         ),
         None,
     )

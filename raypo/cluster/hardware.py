@@ -5,15 +5,15 @@ Grammar of the option:
     nodes = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
     group = item *("," item)
     item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
-          | N "xGPU" M "G"            N GPUs of M GB each; without their kind no times are predicted
+          | N "xGPU" M "G"            N GPUs of M GB each, of unknown kind: no times are predicted
           | N "xCPU"                  N CPU cores on a node
           | M "G" or M "T"            M GB or TB of memory on a node
           | M "Gbit"                  M Gbit/s from a node to others; default: typical for the GPU
           | N                         N nodes of this kind; default 1
 
-The number of nodes may also stand in front of GPUs, like 2x8xH100.
+The number of nodes may also precede the GPUs, like 2x8xH100.
 
-A GB is 1e9 bytes, as in data sheets. Resources that are left out are not checked.
+A GB is 1e9 bytes, as in data sheets. Omitted resources are not checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,nohea
 NVIDIA_SMI_TIMEOUT_S = 2.0
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Folder of a container's limits, in the format of cgroup version 2 or 1."""
+"""Folder with a container's resource limits, in the format of cgroup version 2 or 1."""
 MEMINFO = Path("/proc/meminfo")
 
 _ITEMS = [
@@ -53,12 +53,12 @@ _ITEMS = [
         r"(?P<count>\d+)",
     )
 ]
-"""Patterns of an item. Named groups capture its quantities."""
+"""Patterns of an item. The named groups capture its quantities."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine and its resources. None means that a quantity is unknown, so it is not checked."""
+    """Machine and its resources. None means that a quantity is unknown and is not checked."""
 
     name: str
     gpus: int = 0
@@ -75,7 +75,7 @@ class Node:
 
     @property
     def resources(self) -> Resources:
-        """Resources as Ray counts them. An unknown number of CPUs counts as unlimited."""
+        """Resources in Ray's form. An unknown number of CPUs counts as unlimited."""
         resources: Resources = {
             "CPU": math.inf if self.cpus is None else self.cpus,
             "GPU": self.gpus,
@@ -91,14 +91,14 @@ def parse_cluster(text: str) -> list[Node]:
     """
     nodes: list[Node] = []
     for group in text.split("+"):
-        node, count = _group(group, text)
+        node, count = _parse_group(group, text)
         nodes += [replace(node, name=f"node {len(nodes) + i}") for i in range(count)]
     return nodes
 
 
 def this_machine() -> list[Node]:
     """Detect this machine's resources without torch and Ray."""
-    gpus = _own_gpus()
+    gpus = _detect_gpus()
     return [
         Node(
             "this machine",
@@ -112,26 +112,26 @@ def this_machine() -> list[Node]:
 
 
 def cpu_count() -> int:
-    """Return the number of CPU cores, or the container's limit if that is lower, as Ray does."""
+    """Return the number of CPU cores, or the container's limit if it is lower, like Ray."""
     cores = os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             text = " ".join((CGROUP / name).read_text() for name in names)
             quota, period = map(int, text.split())
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # the file is missing, or contains "max"
             continue
         if quota > 0:
             cores = min(cores, max(1, quota // period))
     return cores
 
 
-def _group(group: str, text: str) -> tuple[Node, int]:
+def _parse_group(group: str, text: str) -> tuple[Node, int]:
     quantities: dict[str, float] = {}
     gpu: Gpu | None = None
     for item in map(str.strip, group.split(",")):
         match = next(filter(None, (pattern.fullmatch(item) for pattern in _ITEMS)), None)
-        named = match.groupdict() if match else {}
-        item_values: dict[str, str | float] = {k: v for k, v in named.items() if v is not None}
+        groups = match.groupdict() if match else {}
+        item_values: dict[str, str | float] = {k: v for k, v in groups.items() if v is not None}
         if terabytes := item_values.pop("ram_tb", None):
             item_values["ram_gb"] = 1000 * float(terabytes)
         if kind := str(item_values.pop("kind", "")):
@@ -139,18 +139,18 @@ def _group(group: str, text: str) -> tuple[Node, int]:
             item_values = {**item_values, "gpu_gb": gpu.memory_gb} if gpu else {}
         if not item_values:
             kinds = ", ".join(gpu.name for gpu in GPUS)
-            raise _refusal(
+            raise _parse_error(
                 text,
                 f"{item!r} is not NxKIND ({kinds}), NxGPUmG, NxCPU, mG, mT, mGbit or a number "
                 "of nodes",
             )
-        for name, number in item_values.items():
-            if name in quantities or float(number) <= 0:
+        for name, value in item_values.items():
+            if name in quantities or float(value) <= 0:
                 problem = "comes twice" if name in quantities else "must be above 0"
-                raise _refusal(text, f"{item!r} {problem}")
-            quantities[name] = float(number)
+                raise _parse_error(text, f"{item!r} {problem}")
+            quantities[name] = float(value)
     if not quantities.keys() - {"count", "gbit"}:
-        raise _refusal(text, f"{group.strip()!r} does not describe a node")
+        raise _parse_error(text, f"{group.strip()!r} does not describe a node")
     node = Node(
         "",
         gpus=int(quantities.get("gpus", 0)),
@@ -163,19 +163,19 @@ def _group(group: str, text: str) -> tuple[Node, int]:
     return node, int(quantities.get("count", 1))
 
 
-def _refusal(text: str, problem: str) -> ConfigError:
+def _parse_error(text: str, problem: str) -> ConfigError:
     return ConfigError(f"--cluster ({text}): {problem}. Write it like {EXAMPLES}.")
 
 
-def _own_gpus() -> list[tuple[int, str]]:
-    """Return, for each NVIDIA GPU that this process may use, its bytes of memory and its name."""
+def _detect_gpus() -> list[tuple[int, str]]:
+    """Return the memory in bytes and the name of each NVIDIA GPU that this process may use."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-        rows = [line.split(",", 1) for line in done.stdout.splitlines() if line.strip()]
+        rows = [line.split(",", 1) for line in completed.stdout.splitlines() if line.strip()]
         memories = [(int(size) * 1024**2, name.strip()) for size, name in rows]
     except (OSError, ValueError, subprocess.SubprocessError):
         return []
@@ -186,18 +186,18 @@ def _own_gpus() -> list[tuple[int, str]]:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of RAM, or the container's limit if that is lower."""
+    """Return the size of the RAM in bytes, or the container's limit if it is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             total = min(total, int((CGROUP / name).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
+        except (OSError, ValueError):  # the file is missing, or contains "max"
             continue
     return total
 
 
 def available_memory() -> int:
-    """Return the bytes of RAM that are free or easily freed, within the container's limit."""
+    """Return the bytes of RAM that are free or easy to free, within the container's limit."""
     free = memory_bytes()
     with suppress(FileNotFoundError):  # macOS has no such file
         lines = (line.split() for line in MEMINFO.read_text().splitlines())

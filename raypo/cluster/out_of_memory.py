@@ -24,7 +24,7 @@ FROZEN_REMEDY = (
     "needs."
 )
 
-_SIGNS = (
+_ERROR_TEXTS = (
     "out of memory",
     "can't allocate memory",  # torch on a CPU
     "no available memory for the cache blocks",  # vLLM, like the next two
@@ -38,12 +38,12 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def memory_advice(who: str, remedy: str) -> Iterator[None]:
+def memory_advice(process_name: str, remedy: str) -> Iterator[None]:
     """Replace an out-of-memory error by an error that names the process and the remedy.
 
     Args:
-        who: Name of the process or model, for the message.
-        remedy: Sentence that says which keys to change.
+        process_name: Name of the process or model, for the message.
+        remedy: Sentence that names the keys to change.
 
     Raises:
         OutOfMemory: torch or vLLM ran out of memory.
@@ -51,14 +51,14 @@ def memory_advice(who: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
-        # Errors of a replica already contain its own advice.
+        # Replica errors already include the advice.
         if isinstance(error, OutOfMemory | DeploymentError) or not _is_about_memory(error):
             raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no details"
-        raise OutOfMemory(f"{who} ran out of memory: {first_line}. {remedy}") from error
+        raise OutOfMemory(f"{process_name} ran out of memory: {first_line}. {remedy}") from error
 
 
 def _is_about_memory(error: BaseException) -> bool:
     text = str(error).lower()
-    is_kind = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_kind or any(sign in text for sign in _SIGNS)
+    is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_memory_error or any(error_text in text for error_text in _ERROR_TEXTS)

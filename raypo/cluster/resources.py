@@ -1,4 +1,4 @@
-"""Nodes of a running cluster and their resources."""
+"""Nodes of a running cluster, with their resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raypo.config import ClusterSection
 
 
 def alive_nodes() -> list[LabelledResources]:
-    """Return the resources and labels of each node that is alive in the connected cluster."""
+    """Return the resources and labels of each live node in the connected cluster."""
     return [
         LabelledResources(node["Resources"], node["Labels"])
         for node in ray.nodes()
@@ -21,23 +21,25 @@ def alive_nodes() -> list[LabelledResources]:
 
 
 def cluster_nodes(section: ClusterSection) -> list[Node]:
-    """Return the nodes of a cluster that are alive; connect to it only for this query.
+    """Return the live nodes of a cluster. Connects only for this query.
 
     Raises:
-        ConfigError: no Ray answers at the address, or it refuses the token.
+        ConfigError: no Ray responds at the address, or it refuses the token.
     """
     connected_here = connect(section)
     try:
-        return [describe(f"node {i}", resources) for i, resources in enumerate(alive_nodes())]
+        return [
+            describe(f"node {index}", resources) for index, resources in enumerate(alive_nodes())
+        ]
     finally:
         if connected_here:
             ray.shutdown()
 
 
 def describe(name: str, resources: Resources) -> Node:
-    """Convert Ray's resources of a node. RAM is the sum of Ray's `memory` and the object store."""
-    kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
-    gpu = next(filter(None, map(gpu_of, kinds)), None)
+    """Convert a node's resources. Its RAM is the sum of Ray's `memory` and the object store."""
+    gpu_kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
+    gpu = next(filter(None, map(gpu_of, gpu_kinds)), None)
     ram = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     return Node(
         name,

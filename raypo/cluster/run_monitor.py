@@ -1,8 +1,8 @@
 """Monitor of a run: workers send events to the driver, and the driver may request a stop.
 
-Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting; the
-driver polls them with `drain`. Workers query `stop_requested`. The actor runs one method at a time,
-so it needs no lock.
+Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting, and
+the driver polls them with `drain`. Workers query `stop_requested`. The actor runs one method at a
+time, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.cluster.actors import start_named
 
-ONCE_S = 60.0
-"""Seconds within which reports of one event by several workers count as the same."""
+DUPLICATE_WINDOW_S = 60.0
+"""Seconds within which repeated reports of the same event are dropped."""
 
 
 class Monitor:
-    """Zero-CPU actor that buffers events for the driver and holds its request to stop."""
+    """Zero-CPU actor that buffers events for the driver and stores the driver's stop request."""
 
     def __init__(self) -> None:
-        self._made = time.monotonic()
+        self._created_at = time.monotonic()
         self._events: list[tuple[str, Any]] = []
-        self._told: dict[str, float] = {}
+        self._last_report_times: dict[str, float] = {}
         """Time of the last report of each event, by its key."""
         self._stop = False
         self._attempts = 0
@@ -42,12 +42,12 @@ class Monitor:
         """Buffer an event for the driver."""
         self._events.append((kind, content))
 
-    def tell_once(self, key: str, text: str) -> None:
-        """Buffer a message that several workers may report within `ONCE_S` seconds."""
+    def buffer_once(self, key: str, text: str) -> None:
+        """Buffer a message, unless it was already reported within `DUPLICATE_WINDOW_S` seconds."""
         now = time.monotonic()
-        if now - self._told.get(key, -math.inf) > ONCE_S:
+        if now - self._last_report_times.get(key, -math.inf) > DUPLICATE_WINDOW_S:
             self.tell("message", text)
-        self._told[key] = now
+        self._last_report_times[key] = now
 
     def beat(self, beat: Any) -> None:
         """Keep a worker's beat (`raypo.cluster.heartbeat`) for the driver, in place of its last."""
@@ -68,7 +68,7 @@ class Monitor:
         return self._driver
 
     def request_stop(self) -> None:
-        """Ask the workers to stop at the end of the step."""
+        """Request that the workers stop at the end of the step."""
         self._stop = True
 
     def stop_requested(self) -> bool:
@@ -76,13 +76,13 @@ class Monitor:
         return self._stop
 
     def begin_attempt(self, group: PlacementGroup | None) -> float:
-        """Record that learner workers have started, in this placement group.
+        """Record that the learner workers of an attempt have started in this placement group.
 
         Returns:
-            Seconds from the start of this actor until the workers of the first attempt started. For
-            later attempts, 0: the checkpoint from which they resume already includes this time.
+            Seconds from the start of this actor until the workers of the first attempt started. 0
+            for later attempts, because they resume from a checkpoint that includes this time.
         """
-        waited_s = 0.0 if self._attempts else time.monotonic() - self._made
+        waited_s = 0.0 if self._attempts else time.monotonic() - self._created_at
         self._attempts, self._group = self._attempts + 1, group
         return waited_s
 
@@ -102,13 +102,15 @@ def start_monitor(run: str) -> ActorHandle:
     """Start the monitor of a run, owned by this process."""
     # Run on the driver's node, like Ray Train's controller: another node may be lost while the run
     # continues.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "scheduling_strategy": here}
+    driver_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    options = {"num_cpus": 0, "scheduling_strategy": driver_node}
     return start_named(Monitor, f"raypo:{run}:monitor", options=options, kwargs={})
 
 
 class MonitorClient:
-    """Worker's client of the monitor. On ranks above 0 it has no monitor and does nothing."""
+    """A worker's client of the monitor. On ranks above 0, it has no monitor and does nothing."""
 
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor
@@ -137,9 +139,9 @@ class MonitorClient:
         self._tell("message", text)
 
     def event(self, key: str, text: str) -> None:
-        """Report a line that other workers may report, too. It is shown once."""
+        """Report a line that other workers may also report. It is shown only once."""
         if self._monitor is not None:
-            self._monitor.tell_once.remote(key, text)
+            self._monitor.buffer_once.remote(key, text)
 
     def stop_requested(self) -> bool:
         """Return True if the driver has requested a stop."""

@@ -1,1 +1,1 @@
-"""Loading and checking of the functions and classes that a run file names by import path."""
+"""Load and check the functions and classes that a run file names by import path."""

@@ -1,7 +1,7 @@
-"""Call a function in a Python process of its own, which ends with the call.
+"""Call a function in a separate Python process, which ends after the call.
 
-The checks before the start import the user's files there. An import may load models, open
-connections or start threads, none of which may remain in the process that drives the run.
+The checks before a start import the user's files there. An import may load models, open connections
+or start threads, none of which may remain in the run's driver process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from raypo.config import ConfigError
 
 T = TypeVar("T")
 
-LIMIT_S = 600.0
-"""Default time limit of a call."""
+DEFAULT_LIMIT_S = 600.0
+"""Default time limit of a call, in seconds."""
 IMPORTING = "importing the functions of the config"
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    f"from {__name__} import answer; answer()"
+    f"from {__name__} import run_call; run_call()"
 )
 
 
@@ -34,17 +34,17 @@ class CallTooSlowError(ConfigError):
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have started."""
+    """Return the ids of all child processes of a process, including their own children."""
     import psutil
 
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return []
 
 
 def kill(*pids: int) -> None:
-    """Kill processes, of which some may have ended."""
+    """Kill processes, some of which may already have ended."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -55,24 +55,25 @@ def call_in_subprocess(
 ) -> T:
     """Call a function in a new process and return its result.
 
-    The process has this one's environment, folder and `sys.path`. What it prints goes to standard
+    The process inherits environment, working directory and `sys.path`. Its output goes to standard
     error.
 
     Args:
-        function: A function of raypo, which is pickled by its name.
-        args: Its arguments, which are pickled, as the result is.
-        limit_s: Seconds after which the process is killed. None means LIMIT_S.
-        what: What the function does, for messages. Empty means that it imports the user's code.
+        function: A function of raypo, which is pickled by name.
+        args: Arguments. They and the result must be picklable.
+        limit_s: Seconds after which the process is killed. None means DEFAULT_LIMIT_S.
+        what: Description of the function's task, for messages. Empty means that it imports the
+            user's code.
 
     Raises:
         CallTooSlowError: the function took longer than the limit.
-        ConfigError: the function raised it or ended its process.
+        ConfigError: the function raised it, or it ended its process.
         Exception: the function's own error.
     """
-    limit_s = LIMIT_S if limit_s is None else limit_s
+    limit_s = DEFAULT_LIMIT_S if limit_s is None else limit_s
     call = pickle.dumps(sys.path) + pickle.dumps((function, args))
-    # The answer is a file and not a pipe: processes that the user's code leaves behind would keep
-    # a pipe open.
+    # Use a file instead of a pipe for the reply, because processes that the user's code leaves
+    # behind would keep a pipe open.
     with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=file
@@ -91,25 +92,25 @@ def call_in_subprocess(
             if process.poll() is None:
                 kill(*descendants(process.pid), process.pid)
                 process.wait()
-        status = process.returncode
+        exit_code = process.returncode
         file.seek(0)
-        content = file.read()
-    if not content:
+        reply = file.read()
+    if not reply:
         remedy = "Look there for the cause." if what else "Import their files in Python to find it."
         raise ConfigError(
             f"{what or IMPORTING} ended the process that checks {'it' if what else 'them'} (status "
-            f"{status}). Its output is above. {remedy}"
+            f"{exit_code}). Its output is above. {remedy}"
         )
-    result, error = pickle.loads(content)
+    result, error = pickle.loads(reply)
     if error is not None:
         raise error
     return result
 
 
-def answer() -> None:
+def run_call() -> None:
     """Read a call from standard input, and write its result or error to standard output."""
     with os.fdopen(os.dup(1), "wb") as output:
-        os.dup2(2, 1)  # what the user's code prints is no part of the answer
+        os.dup2(2, 1)  # keep the output of the user's code out of the reply
         result = error = None
         try:
             function, args = pickle.load(sys.stdin.buffer)
@@ -117,10 +118,10 @@ def answer() -> None:
         except Exception as raised:
             error = raised
         try:
-            answered = pickle.dumps((result, error))
-            pickle.loads(answered)  # some errors are pickled and cannot be made again
+            reply = pickle.dumps((result, error))
+            pickle.loads(reply)  # some errors can be pickled but not unpickled
         except Exception:
-            answered = pickle.dumps((None, ConfigError(f"{type(error).__name__}: {error}")))
-        output.write(answered)
+            reply = pickle.dumps((None, ConfigError(f"{type(error).__name__}: {error}")))
+        output.write(reply)
     sys.stdout.flush()
-    os._exit(0)  # without waiting for threads of the user's code
+    os._exit(0)  # do not wait for threads of the user's code

@@ -1,4 +1,4 @@
-"""Leases of deployments: a running engine is passed on from run to run instead of restarted."""
+"""Leases of deployments, with which consecutive runs reuse running engines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ray.actor import ActorHandle
 from raypo.cluster.actors import is_alive
 from raypo.deployment.handle import DeploymentHandle
 
-LOOK_EVERY_S = 0.5
-"""Interval, in seconds, at which a waiting run checks if the holder of a slot is dead."""
+POLL_S = 0.5
+"""Interval, in seconds, at which a waiting run checks whether a slot's holder has died."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """Permission of one run to use one slot of a deployment."""
+    """Lease of one slot of a deployment to one run."""
 
     handle: DeploymentHandle
-    before: str | None
-    """Name of the other run that had the slot before, or None if no other run had it."""
+    previous_run: str | None
+    """Name of the run that held the slot before. None if the slot was free or held by this run."""
 
 
 @dataclass(eq=False)
@@ -35,10 +35,10 @@ class _Slot:
 
 
 class EnginePool:
-    """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
+    """Zero-CPU actor that leases each slot of a deployment to one run at a time.
 
-    A slot is free when the worker that held it is dead, the only one of its run that calls engines.
-    Calls that it had sent may still run there; those of the next run queue behind them.
+    A slot becomes free when its holder dies: the only worker of the run that calls engines. Calls
+    that the dead worker sent may still be running; calls of the next run queue behind them.
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
@@ -50,35 +50,39 @@ class EnginePool:
 
         Args:
             run: Name of the run.
-            holder: The run's first worker. The lease lasts while it is alive.
+            holder: The run's first worker. The lease lasts as long as this worker is alive.
             timeout_s: Seconds to wait for a free slot.
 
         Returns:
-            The lease, or None if no slot becomes free in time, or if all deployments are lost.
+            The lease. None if no slot becomes free in time, or if all deployments are lost.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            usable = [slot for slot in self._slots if not slot.handle.is_lost()]
+            available_slots = [slot for slot in self._slots if not slot.handle.is_lost()]
             with self._lock:
-                free = [s for s in usable if s.holder is None or not is_alive(s.holder)]
-                if free:
-                    return self._leased(free, run, holder)
-            if not usable or time.monotonic() > deadline:
+                free_slots = [
+                    slot
+                    for slot in available_slots
+                    if slot.holder is None or not is_alive(slot.holder)
+                ]
+                if free_slots:
+                    return self._assign(free_slots, run, holder)
+            if not available_slots or time.monotonic() > deadline:
                 return None
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_S)
 
-    def _leased(self, free: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
-        """Lease one of the free slots. A restarted run gets its earlier slot if that is free."""
-        leased = next((slot for slot in free if slot.run == run), free[0])
-        before = leased.run
+    def _assign(self, free_slots: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
+        """Lease one of the free slots, preferably the one that this run held before a restart."""
+        assigned = next((slot for slot in free_slots if slot.run == run), free_slots[0])
+        previous_run = assigned.run
         # Remove the run's name from its earlier slot, so that only one slot names the run.
         for slot in self._slots:
             slot.run = None if slot.run == run else slot.run
-        leased.run, leased.holder = run, holder
-        return Lease(leased.handle, before if before != run else None)
+        assigned.run, assigned.holder = run, holder
+        return Lease(assigned.handle, previous_run if previous_run != run else None)
 
     def runs(self) -> list[str]:
-        """Return the name of the last run on each slot, sorted and without repetition."""
+        """Return the sorted, unique names of the runs that last held a slot."""
         return sorted({slot.run for slot in self._slots if slot.run is not None})
 
     def __repr__(self) -> str:
@@ -89,10 +93,10 @@ def start_engine_pool(handles: Sequence[DeploymentHandle]) -> ActorHandle:
     """Start a pool that lives as long as this process.
 
     Args:
-        handles: One handle for each slot. A deployment that several runs may use at the same time
-            occurs several times.
+        handles: One handle per slot. A deployment that several runs may use at the same time is
+            listed several times.
     """
-    # Each waiting run blocks a thread of the actor; `runs` must still get one.
+    # Each waiting run blocks one thread of the actor. Keep enough threads free to serve `runs`.
     threads = 16 + len(handles)
     engine_pool: Any = ray.remote(EnginePool).options(num_cpus=0, max_concurrency=threads)
     return engine_pool.remote(handles)

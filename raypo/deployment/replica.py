@@ -1,20 +1,20 @@
 """One replica of a deployment: `ReplicaClient` in the callers' processes, and the actor `Replica`.
 
-Concurrency in a caller's process: coroutines run on its background loop (`raypo.concurrency`).
-While calls wait for a replica, one task of the loop checks its health. A replica that does not
-answer is killed. Its calls then fail, and Ray restarts it.
+Concurrency in a caller's process: coroutines run on the background loop (`raypo.concurrency`).
+While calls to a replica are pending, a task on this loop checks the replica's health. A replica
+that does not respond is killed. Its pending calls then fail, and Ray restarts it.
 
-Concurrency in the actor: coroutines run on one event loop, which never blocks, so health is
-reported while the object works. The object itself runs in threads:
+Concurrency in the actor: coroutines run on one event loop, which never blocks, so the replica can
+report its health while the object works. The object itself runs in threads:
 
-- `_pool`, one thread for each ongoing request (`max_ongoing_requests`). If a method returns
-  futures, the coroutine awaits them and no thread waits.
-- `_control_pool`, one thread for control calls (a push of weights, sleep), which run in order, and
-  for urgent requests. They wait for no other request, but for a prerequisite that is running: a
-  method that restores the object's state, such as loading the weights. If only one ongoing request
-  is allowed, `_control_pool` is `_pool`.
+- `_pool` has one thread per ongoing request (`max_ongoing_requests`). If a method returns futures,
+  the coroutine awaits them, which blocks no thread.
+- `_control_pool` has one thread for control calls (such as a weight push or sleep), which run in
+  order, and for urgent requests. These calls do not wait for other requests. They only wait for a
+  running prerequisite: a method that restores the object's state, such as loading the weights. If
+  only one ongoing request is allowed, `_control_pool` is `_pool`.
 
-When Ray restarts the process, the object has lost its state, until the next prerequisite has run.
+When Ray restarts the process, the object has no state until the next prerequisite has run.
 """
 
 from __future__ import annotations
@@ -38,67 +38,68 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost, is_lost_actor
-from raypo.cluster.devices import narrowed
+from raypo.cluster.devices import visible_device_env
 from raypo.concurrency import background_future, daemon_future
 from raypo.deployment.gauges import export_gauges
-from raypo.deployment.spec import Call, Deployment, Status, Unprepared
+from raypo.deployment.spec import Call, Deployment, PrerequisiteFailed, Status
 from raypo.progress import Work, at_work
 from raypo.tracking.logs import CONSOLE_KEY, log_to_file
-from raypo.tracking.trace import note_call
+from raypo.tracking.trace import trace_call
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate[Any, P], T]
 """A method of the deployment's class, such as `Engine.submit`. Only its name is sent."""
-OnEntry = Callable[[int, Any], object]
-"""Callback `(index, result)` for results of a list of futures that are ready before the whole list
-is. Called from any thread, possibly twice for one index."""
+OnPartialResult = Callable[[int, Any], object]
+"""Callback `(index, result)` for each result of a list of futures that is ready before the whole
+list. Called from any thread, possibly twice for the same index."""
 
-AVOID_S = 4.0
-"""Seconds after a replica was lost during which requests prefer all other replicas. While Ray 2.60
-restarts a replica, each call to it blocks for 2 s."""
+AVOID_LOST_REPLICA_S = 4.0
+"""Seconds during which requests avoid a replica after it was lost. While Ray 2.60 restarts a
+replica, each call to it blocks for 2 s."""
 PROBE_TIMEOUT_S = 3.0
-"""Seconds after which a replica that does not answer counts as busy or starting."""
-ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
-"""Longest time that `entries` waits for a further result, and its polling interval, in seconds."""
-KEPT_REPLIES = 32
-"""Number of finished requests whose reply is kept, for callers that retry."""
+"""Seconds after which a replica that does not respond counts as busy or starting."""
+PARTIAL_RESULTS_WAIT_S, PARTIAL_RESULTS_POLL_S = 1.0, 0.05
+"""Maximum time that `partial_results` waits for a new result, and its polling interval, in seconds.
+"""
+MAX_CACHED_REPLIES = 32
+"""Maximum number of finished requests whose reply is cached, for callers that retry."""
 EXIT_DELAY_S = 0.2
-"""Seconds before a replica ends its own process, so that its last replies are sent."""
-WITHOUT_OBJECT = {
-    "sleep": None,  # no memory to move
+"""Delay in seconds before a replica ends its own process, so that its last replies are sent."""
+REPLIES_WHEN_UNBUILT = {
+    "sleep": None,  # there is no memory to move yet
     "wake_up": None,
-    "peak_memory": Unprepared("it is not built yet, and this call does not build it"),
+    "peak_memory": PrerequisiteFailed("it is not built yet, and this call does not build it"),
 }
-"""Replies to control calls that a replica does not build its object for."""
+"""Replies to control calls that do not trigger the build of an unbuilt object."""
 
 logger = logging.getLogger(__name__)
 
 
-class State(Enum):
-    """State of a replica that is not gone for good, as a caller knows it."""
+class ReplicaState(Enum):
+    """State of a replica, as a caller sees it. It does not cover permanent loss."""
 
     STARTING = "starting"
-    """It has not replied yet. It may take `start_timeout_s` to reply to a health check."""
+    """No reply received yet. A health check may take up to `start_timeout_s`."""
     UP = "up"
-    """It has replied, and was not lost since."""
+    """The replica has replied, and has not been lost since."""
     LOST = "lost"
-    """It was up and was lost. Ray restarts it."""
+    """The replica was up and then was lost. Ray restarts it."""
 
 
 class ReplicaClient:
-    """One process's view of one replica: a named actor, looked up at its first use."""
+    """Client of one replica, which is a named actor that is looked up at the first use."""
 
-    def __init__(self, limits: Deployment, namespace: str, index: int) -> None:
-        self.limits, self.namespace, self.index = limits, namespace, index
+    def __init__(self, deployment: Deployment, namespace: str, index: int) -> None:
+        self.deployment, self.namespace, self.index = deployment, namespace, index
         self.num_waiting = 0
-        """Calls of this process that wait for the replica."""
-        self.state = State.STARTING
-        self.gone: Exception | None = None
-        """Error of a replica that Ray does not restart."""
+        """Number of pending calls from this process to the replica."""
+        self.state = ReplicaState.STARTING
+        self.permanent_error: Exception | None = None
+        """Error of a replica that Ray does not restart. None while the replica is usable."""
         self._actor: ActorHandle | None = None
         self._avoid_until = 0.0
-        self._down_since: float | None = None
+        self._unavailable_since: float | None = None
         self._health_checks: asyncio.Task[None] | None = None
         self._calls: set[Work] = set()
         """Calls of this process that wait for the replica, for the watchdog."""
@@ -106,101 +107,107 @@ class ReplicaClient:
         """`Status.num_moves` at the last health check."""
 
     def __reduce__(self) -> Any:
-        return ReplicaClient, (self.limits, self.namespace, self.index)
+        return ReplicaClient, (self.deployment, self.namespace, self.index)
 
     @property
     def name(self) -> str:
         """Name of the replica's actor."""
-        return f"{self.limits.name}:{self.index}"
+        return f"{self.deployment.name}:{self.index}"
 
     @property
-    def is_avoided(self) -> bool:
-        """True if requests prefer other replicas, because this one was lost a moment ago."""
+    def was_lost_recently(self) -> bool:
+        """True if the replica was lost so recently that requests should avoid it."""
         return time.monotonic() < self._avoid_until
 
     @property
-    def down_s(self) -> float:
-        """Seconds that the replica has been lost or unresponsive, or 0 if it is neither."""
-        return 0.0 if self._down_since is None else time.monotonic() - self._down_since
+    def unavailable_s(self) -> float:
+        """Seconds since the replica was lost or stopped responding. 0 if it is available."""
+        return (
+            0.0 if self._unavailable_since is None else time.monotonic() - self._unavailable_since
+        )
 
     def control(self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a method ahead of queued requests. Control calls keep their order; none is retried.
+        """Call a method ahead of queued requests. Control calls run in order and are not retried.
 
         Raises:
             ReplicaLost: raised by the future: the replica is down, or ended before it replied.
             DeploymentError: raised by the future: no reply within `request_timeout_s`.
         """
 
-        async def reply() -> Any:
-            async with time_limit(self.limits), self._waiting_for(method.__name__):
-                ref = self._remote().control.remote(method.__name__, args, kwargs)
+        async def send_control() -> Any:
+            async with call_timeout(self.deployment), self._track_call(method.__name__):
+                ref = self._actor_handle().control.remote(method.__name__, args, kwargs)
                 try:
-                    return self._value_of(await ref)
-                except asyncio.CancelledError:  # `request_timeout_s`; it may not have begun
+                    return self._unwrap_reply(await ref)
+                except asyncio.CancelledError:  # timed out, possibly before the call started
                     ray.cancel(ref)
                     raise
 
-        return background_future(reply())
+        return background_future(send_control())
 
-    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
+    async def send(self, call: Call, on_partial_result: OnPartialResult | None = None) -> Any:
         """Send a request and wait for the reply.
 
         Raises:
-            Unprepared: the prerequisite of the request failed.
+            PrerequisiteFailed: the prerequisite of the request failed.
             ReplicaLost: the replica ended before it replied.
-            Exception: whatever the replica's method raised.
+            Exception: the error of the replica's method.
         """
-        reporting = None
+        partial_results_task = None
         try:
-            async with self._waiting_for(call.method):
-                ref = self._remote().call.remote(call)
-                if on_entry is not None:
-                    reporting = asyncio.create_task(self._report_entries(call, on_entry))
+            async with self._track_call(call.method):
+                ref = self._actor_handle().call.remote(call)
+                if on_partial_result is not None:
+                    partial_results_task = asyncio.create_task(
+                        self._poll_partial_results(call, on_partial_result)
+                    )
                 try:
-                    return self._value_of(await ref)
-                except asyncio.CancelledError:  # the caller gave up: the replica need not go on
+                    return self._unwrap_reply(await ref)
+                except asyncio.CancelledError:  # the caller gave up, so stop the replica's work
                     ray.cancel(ref)
                     raise
         finally:
-            if reporting is not None:
-                reporting.cancel()
+            if partial_results_task is not None:
+                partial_results_task.cancel()
 
-    async def is_up(self, timeout_s: float | None, *, kills: bool = False) -> bool:
-        """Check the health of the replica. It is not up while it starts, or if it has a problem.
+    async def check_health(self, timeout_s: float | None, *, kill_on_timeout: bool = False) -> bool:
+        """Return True if the replica is up. It is not up while it starts or reports a problem.
 
         Args:
             timeout_s: Seconds to wait for the status. None means no limit.
-            kills: Whether to kill a replica that does not answer in time. A replica that is
-                starting is killed only after `start_timeout_s`.
+            kill_on_timeout: Whether to kill a replica that does not respond in time. A starting
+                replica is killed only after `start_timeout_s`.
         """
         try:
-            status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
+            status = await asyncio.wait_for(self._actor_handle().status.remote(), timeout_s)
         except TimeoutError:
-            if kills:
-                self._down_since = self._down_since or time.monotonic()
-                limit = self.limits.start_timeout_s
-                if self.state is State.UP or (limit is not None and self.down_s > limit):
+            if kill_on_timeout:
+                self._unavailable_since = self._unavailable_since or time.monotonic()
+                start_timeout_s = self.deployment.start_timeout_s
+                if self.state is ReplicaState.UP or (
+                    start_timeout_s is not None and self.unavailable_s > start_timeout_s
+                ):
                     self._kill(f"no answer to a health check in {timeout_s:g} s")
             return False
         except RayError as error:
-            self._note_error(error)
+            self._record_actor_error(error)
             return False
-        self._note_reply(status.problem)
+        self._record_health(status.problem)
         if status.num_moves != self._num_moves:
             self._num_moves = status.num_moves
             for call in self._calls:
                 call.moved()
         return status.problem is None
 
-    async def end(self, grace_s: float) -> None:
-        """End the replica for good, after ongoing requests have ended or `grace_s` has passed."""
-        if await self.is_up(PROBE_TIMEOUT_S):
+    async def shut_down(self, grace_s: float) -> None:
+        """Shut down the replica permanently after its requests end, or after `grace_s` seconds."""
+        if await self.check_health(PROBE_TIMEOUT_S):
             with suppress(RayError, TimeoutError):
-                await asyncio.wait_for(self._remote().drain.remote(), grace_s)
+                await asyncio.wait_for(self._actor_handle().drain.remote(), grace_s)
         with suppress(RayError):
-            ray.kill(self._remote())
+            ray.kill(self._actor_handle())
 
-    def _remote(self) -> Any:
+    def _actor_handle(self) -> Any:
         if self._actor is None:
             try:
                 self._actor = ray.get_actor(self.name, self.namespace)
@@ -209,13 +216,13 @@ class ReplicaClient:
         return self._actor
 
     @asynccontextmanager
-    async def _waiting_for(self, method: str) -> AsyncIterator[None]:
-        """Check the health of the replica while a call waits for it, and trace the call."""
+    async def _track_call(self, method: str) -> AsyncIterator[None]:
+        """Check the replica's health while the call is pending, and trace the call."""
         sent_at = time.time()
         self.num_waiting += 1
         if self._health_checks is None:
-            self._health_checks = asyncio.create_task(self._check_health())
-        name = f"{self.limits.role} {self.index} ({method})"
+            self._health_checks = asyncio.create_task(self._health_check_loop())
+        name = f"{self.deployment.role} {self.index} ({method})"
         try:
             with at_work(name, replica=self.name, in_thread=False) as call:
                 self._calls.add(call)
@@ -224,91 +231,97 @@ class ReplicaClient:
                 finally:
                     self._calls.discard(call)
         except RayError as error:
-            self._note_error(error)
+            self._record_actor_error(error)
             raise ReplicaLost(f"{self.name}: the replica was lost: {error}") from None
         finally:
             self.num_waiting -= 1
             if not self.num_waiting:
                 self._health_checks.cancel()
                 self._health_checks = None
-        note_call(self.name, method, sent_at, time.time())
+        trace_call(self.name, method, sent_at, time.time())
 
-    async def _check_health(self) -> None:
+    async def _health_check_loop(self) -> None:
         while True:
-            await asyncio.sleep(self.limits.health_check_period_s)
-            await self.is_up(self.limits.health_check_timeout_s, kills=True)
+            await asyncio.sleep(self.deployment.health_check_period_s)
+            await self.check_health(self.deployment.health_check_timeout_s, kill_on_timeout=True)
 
-    async def _report_entries(self, call: Call, on_entry: OnEntry) -> None:
+    async def _poll_partial_results(self, call: Call, on_partial_result: OnPartialResult) -> None:
         num_seen = 0
-        with suppress(RayError):  # `send` finds out why
+        with suppress(RayError):  # `send` reports the error
             while True:
-                entries = await self._remote().entries.remote(call.id, num_seen)
-                num_seen += len(entries)
-                for index, entry in entries.items():
-                    await asyncio.to_thread(on_entry, index, entry)
+                results = await self._actor_handle().partial_results.remote(call.id, num_seen)
+                num_seen += len(results)
+                for index, result in results.items():
+                    await asyncio.to_thread(on_partial_result, index, result)
 
-    def _value_of(self, reply: Any) -> Any:
-        """Return a reply, or raise it if it says that the replica cannot serve the call."""
+    def _unwrap_reply(self, reply: Any) -> Any:
+        """Return the reply, or raise it if it is an error that the replica returned."""
         if not isinstance(reply, ReplicaLost):
-            self._note_reply(None)
+            self._record_health(None)
             return reply
-        self._note_reply(None if isinstance(reply, Unprepared) else str(reply))
+        self._record_health(None if isinstance(reply, PrerequisiteFailed) else str(reply))
         raise type(reply)(f"{self.name}: {reply}")
 
-    def _note_reply(self, problem: str | None) -> None:
+    def _record_health(self, problem: str | None) -> None:
         if problem is not None:
-            self._note_lost(problem)
+            self._record_lost(problem)
             return
-        if self.state is State.LOST:
-            self._tell("is back", f"is back after {self.down_s:.0f} s")
-        self.state, self._avoid_until, self._down_since = State.UP, 0.0, None
+        if self.state is ReplicaState.LOST:
+            self._log_event("is back", f"is back after {self.unavailable_s:.0f} s")
+        self.state, self._avoid_until, self._unavailable_since = ReplicaState.UP, 0.0, None
 
-    def _note_error(self, error: Exception) -> None:
-        """Note that the replica restarts or is gone for good. Raise any other error."""
+    def _record_actor_error(self, error: Exception) -> None:
+        """Record that the actor is restarting or permanently lost. Re-raise any other error."""
         if not is_lost_actor(error):
             raise error
         if not isinstance(error, ActorUnavailableError):
-            self.gone = error
-        self._note_lost(str(error).partition("\n")[0])
+            self.permanent_error = error
+        self._record_lost(str(error).partition("\n")[0])
 
-    def _note_lost(self, reason: str) -> None:
-        if self.state is State.UP:  # tell the user once
-            self._tell("was lost", f"was lost{'' if self.gone else ' and is restarted'}: {reason}")
-            self.state = State.LOST
+    def _record_lost(self, reason: str) -> None:
+        if self.state is ReplicaState.UP:  # log the loss only once
+            self._log_event(
+                "was lost",
+                f"was lost{'' if self.permanent_error else ' and is restarted'}: {reason}",
+            )
+            self.state = ReplicaState.LOST
         now = time.monotonic()
-        self._avoid_until, self._down_since = now + AVOID_S, self._down_since or now
+        self._avoid_until, self._unavailable_since = (
+            now + AVOID_LOST_REPLICA_S,
+            self._unavailable_since or now,
+        )
 
-    def _tell(self, event: str, text: str) -> None:
-        replica = f"{self.limits.role} {self.index}"
+    def _log_event(self, event: str, text: str) -> None:
+        replica = f"{self.deployment.role} {self.index}"
         logger.warning("%s %s", replica, text, extra={CONSOLE_KEY: f"{self.name} {event}"})
 
     def _kill(self, reason: str) -> None:
-        self._note_lost(f"{reason} (health_check_timeout_s), so it is killed")
-        ray.kill(self._remote(), no_restart=False)
+        self._record_lost(f"{reason} (health_check_timeout_s), so it is killed")
+        ray.kill(self._actor_handle(), no_restart=False)
 
 
 @asynccontextmanager
-async def time_limit(limits: Deployment) -> AsyncIterator[None]:
-    """Limit the time of a call, retries included, to `request_timeout_s`.
+async def call_timeout(deployment: Deployment) -> AsyncIterator[None]:
+    """Limit the duration of a call, including its retries, to `request_timeout_s`.
 
     Raises:
-        DeploymentError: the time is over.
+        DeploymentError: the call timed out.
     """
-    limit = asyncio.timeout(limits.request_timeout_s)
+    timeout = asyncio.timeout(deployment.request_timeout_s)
     try:
-        async with limit:
+        async with timeout:
             yield
     except TimeoutError:
-        if not limit.expired():  # it is the method's own
+        if not timeout.expired():  # the method itself raised it
             raise
         raise DeploymentError(
-            f"{limits.name}: no answer in {limits.request_timeout_s:g} s. Look at its log "
+            f"{deployment.name}: no answer in {deployment.request_timeout_s:g} s. Look at its log "
             f"in the Ray dashboard, or raise placement.deployment.request_timeout_s."
         ) from None
 
 
 class LocalReplica(ReplicaClient):
-    """A replica that is an object of this process, for handles without a deployment."""
+    """Replica that wraps an object of this process, for handles without a deployment."""
 
     def __init__(self, target: Any, index: int = 0) -> None:
         super().__init__(Deployment("local", type(target), {}), "", index)
@@ -319,61 +332,60 @@ class LocalReplica(ReplicaClient):
         function = getattr(self._target, method.__name__)
         return daemon_future(lambda: function(*args, **kwargs), name="local-replica")
 
-    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
-        """Run the request in a thread. If its value is a list of futures, await them together.
+    async def send(self, call: Call, on_partial_result: OnPartialResult | None = None) -> Any:
+        """Run the request in a thread. If it returns a list of futures, await all of them.
 
-        The object was never restarted, so it has no prerequisite to run.
+        The object is never restarted, so the prerequisite need not run.
         """
         function = getattr(self._target, call.method)
-        running = daemon_future(lambda: function(*call.args, **call.kwargs), name="local-replica")
-        value = await asyncio.wrap_future(running)
-        if isinstance(value, list) and all(isinstance(entry, Future) for entry in value):
+        method_future = daemon_future(
+            lambda: function(*call.args, **call.kwargs), name="local-replica"
+        )
+        value = await asyncio.wrap_future(method_future)
+        if isinstance(value, list) and all(isinstance(item, Future) for item in value):
             value = await asyncio.gather(*map(asyncio.wrap_future, value))
         return value
 
-    async def is_up(self, timeout_s: float | None, *, kills: bool = False) -> bool:
+    async def check_health(self, timeout_s: float | None, *, kill_on_timeout: bool = False) -> bool:
         """Return True: the object is always up."""
         return True
 
 
 class Replica:
-    """The actor around the object. It runs each request id once, and reports its health."""
+    """Actor that wraps the object. It runs each request id only once, and reports its health."""
 
     def __init__(self, deployment: Deployment, index: int) -> None:
-        """Build the object.
-
-        A restarted replica of a deployment with `takes_turns` builds it at the first call instead.
-        """
+        """Build the object, unless `builds_lazily_on_restart` defers it to the first call."""
         self._deployment, self._index = deployment, index
-        self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
+        self._target: Any = None  # set early: Ray calls `repr` even if the constructor fails
         self._replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
-        self._entries: dict[str, list[tuple[int, Any]]] = {}
-        """Results of each request that returned a list of futures: (index in the list, result), in
-        the order in which they became ready."""
+        self._partial_results: dict[str, list[tuple[int, Any]]] = {}
+        """Partial results (index in the list, result) by request id, in the order in which they
+        became ready. Only for requests that returned a list of futures."""
         self._lock = threading.Lock()
-        """Held while the object is built, and while a prerequisite or a control call runs. Without
-        it, a prerequisite that loads the last push could overwrite the weights of a newer one."""
+        """Lock held while the object is built, and while a prerequisite or a control call runs.
+        Without it, a prerequisite that loads the last push could overwrite newer weights."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
             self._control_pool = ThreadPoolExecutor(1, "replica-control")
-        # No one sets the event: the thread ends with the process of the replica.
+        # Nothing sets the event: the thread ends with the replica's process.
         export_gauges("replica", lambda: {"calls": self._num_calls()}, threading.Event())
         is_restart = False
         if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
             context = ray.get_runtime_context()
             is_restart = context.was_current_actor_reconstructed
             # Hide the devices of other actors before any library looks for them.
-            os.environ.update(narrowed(context.get_accelerator_ids().get("GPU", [])))
-        if deployment.takes_turns and is_restart:
+            os.environ.update(visible_device_env(context.get_accelerator_ids().get("GPU", [])))
+        if deployment.builds_lazily_on_restart and is_restart:
             return
         try:
             self._pool.submit(self._build).result()
         except Exception:
             if not is_restart:
                 raise
-            traceback.print_exc()  # memory of the last process may not be free yet
-            os._exit(1)  # Ray restarts it, up to `max_restarts` times
+            traceback.print_exc()  # the last process may not have freed its memory yet
+            os._exit(1)  # Ray restarts the replica, up to `max_restarts` times
 
     def __repr__(self) -> str:
         if self._target is None:
@@ -384,53 +396,53 @@ class Replica:
         """Run a control call (see the module's docstring).
 
         Returns:
-            The method's value, or `ReplicaLost` if the object cannot go on.
+            The method's return value, or `ReplicaLost` if the object can no longer work.
         """
 
-        def run() -> Any:
+        def invoke() -> Any:
             with self._lock:
-                if self._target is None and method in WITHOUT_OBJECT:
-                    return WITHOUT_OBJECT[method]
-                return getattr(self._built(), method)(*args, **kwargs)
+                if self._target is None and method in REPLIES_WHEN_UNBUILT:
+                    return REPLIES_WHEN_UNBUILT[method]
+                return getattr(self._ensure_built(), method)(*args, **kwargs)
 
         try:
-            return await asyncio.wrap_future(self._control_pool.submit(run))
+            return await asyncio.wrap_future(self._control_pool.submit(invoke))
         except Exception as error:
-            return self._reply_to(error)
+            return self._reply_for_error(error)
 
     async def call(self, call: Call) -> Any:
-        """Run a request. One whose id is known is not run again.
+        """Run a request. A request with an id that was already received is not run again.
 
         Returns:
-            The method's value, or `Unprepared` if the prerequisite failed, or `ReplicaLost` if the
-            object cannot go on.
+            The method's return value, or `PrerequisiteFailed` if the prerequisite failed, or
+            `ReplicaLost` if the object can no longer work.
         """
         reply = self._replies.get(call.id)
         if reply is None or reply.cancelled():
-            reply = self._replies[call.id] = asyncio.ensure_future(self._reply(call))
-            self._forget_old()
-        return await reply  # a caller that gives up cancels the request and its futures
+            reply = self._replies[call.id] = asyncio.ensure_future(self._execute(call))
+            self._evict_old_replies()
+        return await reply  # if the caller cancels, the request and its futures are cancelled too
 
-    async def entries(self, id: str, num_seen: int) -> dict[int, Any]:
-        """Wait briefly for further results of a request that returned a list of futures.
+    async def partial_results(self, request_id: str, num_seen: int) -> dict[int, Any]:
+        """Wait briefly for new results of a request that returned a list of futures.
 
         Args:
-            id: Id of the request.
-            num_seen: Number of results that were ready at the caller's last question.
+            request_id: Id of the request.
+            num_seen: Number of results that the caller has already received.
 
         Returns:
-            The new results by their index in the list.
+            The new results, by index in the list.
         """
-        end = time.monotonic() + ENTRIES_WAIT_S
-        while len(self._entries.get(id, ())) <= num_seen and time.monotonic() < end:
-            await asyncio.sleep(ENTRIES_POLL_S)
-        return dict(self._entries.get(id, [])[num_seen:])
+        end = time.monotonic() + PARTIAL_RESULTS_WAIT_S
+        while len(self._partial_results.get(request_id, ())) <= num_seen and time.monotonic() < end:
+            await asyncio.sleep(PARTIAL_RESULTS_POLL_S)
+        return dict(self._partial_results.get(request_id, [])[num_seen:])
 
     async def status(self) -> Status:
-        """Return node, load and problem of this process. A process with a problem then ends."""
-        problem = self._problem()
+        """Return node, load and problem of this process. A problem also ends the process."""
+        problem = self._find_problem()
         if problem is not None:
-            self._end_soon()
+            self._schedule_exit()
         node_id = ray.get_runtime_context().get_node_id()
         num_moves = getattr(self._target, "num_moves", lambda: 0)()
         return Status(node_id, os.getpid(), self._num_calls(), problem, num_moves)
@@ -440,98 +452,104 @@ class Replica:
         ongoing = [reply for reply in self._replies.values() if not reply.done()]
         await asyncio.gather(*ongoing, return_exceptions=True)
 
-    async def _reply(self, call: Call) -> Any:
+    async def _execute(self, call: Call) -> Any:
         pool = self._control_pool if call.is_urgent else self._pool
-        running = pool.submit(self._run, call)
+        method_future = pool.submit(self._invoke, call)
         try:
-            value = await asyncio.wrap_future(running)
-            if isinstance(value, list) and any(isinstance(entry, Future) for entry in value):
-                ready = self._entries[call.id] = []
+            value = await asyncio.wrap_future(method_future)
+            if isinstance(value, list) and any(isinstance(item, Future) for item in value):
+                partial_results = self._partial_results[call.id] = []
                 value = await asyncio.gather(
-                    *(_recorded(index, entry, ready) for index, entry in enumerate(value))
+                    *(
+                        _await_and_record(index, item, partial_results)
+                        for index, item in enumerate(value)
+                    )
                 )
             return value
         except asyncio.CancelledError:
-            # The thread still runs the method; cancel the futures that it may return.
-            running.add_done_callback(_cancel_futures)
+            # The thread continues to run the method. Cancel the futures that it may return.
+            method_future.add_done_callback(_cancel_futures)
             raise
         except Exception as error:
-            return self._reply_to(error)
+            return self._reply_for_error(error)
 
-    def _run(self, call: Call) -> Any:
+    def _invoke(self, call: Call) -> Any:
         with self._lock:
-            target = self._built()
+            target = self._ensure_built()
             if call.prerequisite is not None:
                 method, arguments = call.prerequisite
                 try:
                     getattr(target, method)(*arguments)
                 except Exception as error:
-                    raise Unprepared(f"{type(error).__name__}: {error}") from error
+                    raise PrerequisiteFailed(f"{type(error).__name__}: {error}") from error
         return getattr(target, call.method)(*call.args, **call.kwargs)
 
-    def _built(self) -> Any:
-        """Return the object, which the first call builds."""
+    def _ensure_built(self) -> Any:
+        """Return the object, and build it first if necessary."""
         if self._target is None:
             try:
                 self._build()
             except Exception as error:
                 traceback.print_exc()
-                raise _NotBuilt(
+                raise BuildError(
                     f"it could not be built: {type(error).__name__}: {error}"
                 ) from error
         return self._target
 
     def _build(self) -> None:
-        """Build the object. Library logs go to a file of the run."""
+        """Build the object, and redirect library logs to a file of the run."""
         deployment, path = self._deployment, None
         if deployment.logs_dir is not None:
             path = f"{deployment.logs_dir}/{deployment.role}_{self._index}.log"
             log_to_file(path)
         self._target = deployment.cls(**deployment.kwargs)
         if path is not None:
-            log_to_file(path)  # libraries have added loggers of their own meanwhile
+            log_to_file(path)  # again, for loggers that the libraries have added since
 
-    def _reply_to(self, error: Exception) -> Exception:
-        """Return the reply to a call that failed, or raise its error if that is the caller's."""
-        problem = str(error) if isinstance(error, _NotBuilt) else self._problem()
+    def _reply_for_error(self, error: Exception) -> Exception:
+        """Return ReplicaLost or PrerequisiteFailed if the replica itself failed.
+
+        Otherwise re-raise the method's error.
+        """
+        problem = str(error) if isinstance(error, BuildError) else self._find_problem()
         if problem is not None:
-            self._end_soon()
+            self._schedule_exit()
             return ReplicaLost(problem)
-        if isinstance(error, Unprepared):
-            return Unprepared(*error.args)
+        if isinstance(error, PrerequisiteFailed):
+            return PrerequisiteFailed(*error.args)
         raise error
 
-    def _problem(self) -> str | None:
-        """Return the reason why the object cannot go on. None means that it can."""
+    def _find_problem(self) -> str | None:
+        """Return the reason why the object can no longer work, or None if it is healthy."""
         try:
             getattr(self._target, "check_health", lambda: None)()
         except Exception as error:
             return str(error)
-        limit = self._deployment.stall_timeout_s
+        stall_timeout_s = self._deployment.stall_timeout_s
         stalled_s = getattr(self._target, "stalled_s", lambda: 0.0)()
-        if limit is None or stalled_s <= limit:
+        if stall_timeout_s is None or stalled_s <= stall_timeout_s:
             return None
-        return f"it made no progress for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
+        return f"it made no progress for {stalled_s:.0f} s (stall_timeout_s: {stall_timeout_s:g})"
 
-    def _end_soon(self) -> None:
-        """End this process once the reply is sent, so that Ray restarts the replica."""
-        asyncio.get_running_loop().call_later(EXIT_DELAY_S, _end_process)
+    def _schedule_exit(self) -> None:
+        """Exit this process once the reply has been sent, so that Ray restarts the replica."""
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, _exit_process)
 
     def _num_calls(self) -> int:
         return sum(not reply.done() for reply in list(self._replies.values()))
 
-    def _forget_old(self) -> None:
-        done = [id for id, reply in self._replies.items() if reply.done()]
-        for id in done[:-KEPT_REPLIES]:
-            del self._replies[id]
-            self._entries.pop(id, None)
+    def _evict_old_replies(self) -> None:
+        finished_ids = [request_id for request_id, reply in self._replies.items() if reply.done()]
+        for request_id in finished_ids[:-MAX_CACHED_REPLIES]:
+            del self._replies[request_id]
+            self._partial_results.pop(request_id, None)
 
 
-class _NotBuilt(RuntimeError):
+class BuildError(RuntimeError):
     """The object could not be built."""
 
 
-def _end_process() -> None:
+def _exit_process() -> None:
     # Child processes may hang too, and hold a device: kill them first.
     for child in multiprocessing.active_children():
         child.kill()
@@ -541,13 +559,15 @@ def _end_process() -> None:
 def _cancel_futures(call: Future[Any]) -> None:
     if not call.cancelled() and call.exception() is None:
         value = call.result()
-        for entry in value if isinstance(value, list) else ():
-            if isinstance(entry, Future):
-                entry.cancel()
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, Future):
+                item.cancel()
 
 
-async def _recorded(index: int, future: Future[Any], ready: list[tuple[int, Any]]) -> Any:
-    """Await one future of a list, and note its result as ready, so that `entries` can return it."""
-    entry = await asyncio.wrap_future(future)
-    ready.append((index, entry))
-    return entry
+async def _await_and_record(
+    index: int, future: Future[Any], partial_results: list[tuple[int, Any]]
+) -> Any:
+    """Await one future of a list, and record its result for `Replica.partial_results`."""
+    result = await asyncio.wrap_future(future)
+    partial_results.append((index, result))
+    return result

@@ -18,10 +18,10 @@ from raypo.cluster.hardware import GB, Node
 from raypo.cluster.placement import (
     LEARNERS,
     PlacedBundle,
+    colocation_problem,
     lay_out,
     served_roles,
     takes_gpus,
-    torn_apart,
 )
 from raypo.config import (
     AnyConfig,
@@ -284,7 +284,7 @@ class Plan:
         where = [placed.node for placed in self.bundles if placed.group == "workers"]
         count, use_gpu = self.config.learner.num_workers, self.device == "cuda"
         roles = served_roles(self.config, num_workers=count, use_gpu=use_gpu)
-        errors = [torn_apart(role, where) for role in roles if role.group == "colocated"]
+        errors = [colocation_problem(role, where) for role in roles if role.group == "colocated"]
         # Reward models share one config key, so they share one error.
         return list(dict.fromkeys(filter(None, errors)))
 

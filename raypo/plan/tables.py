@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from raypo.cluster.hardware import GB
-from raypo.cluster.placement import words
+from raypo.cluster.placement import format_resources
 from raypo.plan.estimate import Role
 from raypo.plan.fit import DeviceLoad, Plan
 from raypo.plan.times import StepTime
@@ -56,7 +56,7 @@ def _bundles(plan: Plan) -> Table:
             placed.group,
             str(placed.index),
             plan.nodes[placed.node].name,
-            words(placed.bundle.resources),
+            format_resources(placed.bundle.resources),
             ", ".join(placed.roles),
             placed.devices,
         )

@@ -123,7 +123,7 @@ class AnswerEvaluation:
         engine = services.engine
         sampler = Sampler(PolicyEngines(engine), tokenizer, sampling)
         evaluation = cls(run, loaded.prompts, function, engine, sampler, transport)
-        if services.in_turn:
+        if services.starts_sequentially:
             evaluation.wait()
         return evaluation
 

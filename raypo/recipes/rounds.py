@@ -96,7 +96,7 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 
     def described(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a round's samples, without scores if no reward is configured."""
-        if self.inputs.has_function or self.run.config.judges:
+        if self.inputs.has_reward_function or self.run.config.judges:
             return metrics
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
         return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}

@@ -21,7 +21,7 @@ import cloudpickle
 
 from raypo.config import ConfigError, RolloutSection
 from raypo.custom.loader import load_class
-from raypo.custom.process_pool import CallTimeout, ProcessDied, Raised, UserCodePool
+from raypo.custom.process_pool import CallTimeout, ProcessDied, RemoteException, UserCodePool
 from raypo.rewards.scoring import LARGEST
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.work_time import WorkTime, too_slow
@@ -162,7 +162,7 @@ class UserObject:
 
 def _call_pickled(
     make: Callable[[], Any], state: bytes | None, method: str, *arguments: Any
-) -> tuple[bytes | None, bytes, Raised | None, list[ToolUse]]:
+) -> tuple[bytes | None, bytes, RemoteException | None, list[ToolUse]]:
     """Call a method in a process of the pool.
 
     Returns:
@@ -185,7 +185,7 @@ def _call_pickled(
         if user_object is not None:
             with suppress(Exception):
                 state = _pickled(user_object, "an environment")
-        return state, b"", Raised.of(error), uses
+        return state, b"", RemoteException.of(error), uses
 
 
 def _pickled(value: Any, what: str) -> bytes:

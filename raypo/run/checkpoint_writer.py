@@ -22,7 +22,7 @@ import ray.train
 from ray.train import Checkpoint
 
 from raypo.progress import at_work
-from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
+from raypo.ray_internals import check_shared, checkpoint_folder, run_storage
 from raypo.storage.folder import copy_to
 from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
@@ -113,7 +113,7 @@ class CheckpointWriter:
 
     def _upload(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
-        (system, _), target = kept_runs(storage), checkpoint_folder(storage, name)
+        (system, _), target = run_storage(storage), checkpoint_folder(storage, name)
         retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
@@ -131,4 +131,4 @@ def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
     target.mkdir(parents=True, exist_ok=True)
     for path in Path(checkpoint.path).iterdir():
         shutil.move(path, target / path.name)
-    return Checkpoint(path=str(target), filesystem=kept_runs(storage)[0])
+    return Checkpoint(path=str(target), filesystem=run_storage(storage)[0])

@@ -1,4 +1,4 @@
-"""Inputs of a run that trains on sampled responses: prompts, tokenizer, the user's functions."""
+"""Inputs of a run that trains on sampled responses: prompts, tokenizer and user functions."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from raypo.weight_sync.probe import NUM_PROBES
 
 @dataclass(frozen=True)
 class RolloutInputs:
-    """Inputs of sampling and scoring, which only the first worker needs."""
+    """Inputs of sampling and scoring, which only rank 0 needs."""
 
     source: PromptSource
-    """Source that draws from the prompts."""
+    """Source that draws training prompts."""
     held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
     reward_servers: Mapping[str, RewardFunction]
-    """Functions that call servers, by source of scores (`Scorer.servers`)."""
+    """Functions that call reward servers, by score source (`Scorer.servers`)."""
     eval_function: RewardFunction | None
     sampling: Sampling
 
@@ -52,19 +52,19 @@ class RolloutInputs:
     def load(cls, run: Run[OnlineConfig], tokenizer: Any, attempt: str) -> RolloutInputs:
         """Load the prompts and the user's functions.
 
-        Their worker processes are stopped at the run's end.
+        The functions' worker processes are stopped at the end of the run.
         """
         config, runtime = run.config, run.runtime
-        loaded = load_checked(run, config.data, tokenizer, key="data.prompts")
+        loaded_prompts = load_checked(run, config.data, tokenizer, key="data.prompts")
         per_step = config.rollout.prompts_per_step
-        for note in few_rows_notes(config.data, loaded.sizes, per_step):
+        for note in few_rows_notes(config.data, loaded_prompts.sizes, per_step):
             run.tell.message(note)
         held_out: Sequence[Prompt] = []
-        first = [first_of_each(loaded)]
+        trial_prompts = [first_of_each(loaded_prompts)]
         if config.eval.prompts:
-            of_eval = load_held_out(run, tokenizer)
-            held_out = of_eval.prompts
-            first.append(first_of_each(of_eval))
+            eval_prompts = load_held_out(run, tokenizer)
+            held_out = eval_prompts.prompts
+            trial_prompts.append(first_of_each(eval_prompts))
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, config.model.policy, tokenizer, stop)
         if episodes:
@@ -74,22 +74,22 @@ class RolloutInputs:
         )
         run.at_end.callback(close_function, reward_function)
         if reward_function is not None and config.reward.processes:
-            run.tell.message(f"what the reward function prints in its processes: {run.log_path}")
+            run.tell.message(f"output of the reward function's processes: {run.log_path}")
         eval_function = evaluation_function(config.eval, None if episodes else reward_function)
         if not episodes:
-            _try_functions(run, [reward_function, eval_function], first, tokenizer)
-        mix = mix_of(config.data, loaded.sizes, per_step)
-        stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
+            _try_functions(run, [reward_function, eval_function], trial_prompts, tokenizer)
+        mix = mix_of(config.data, loaded_prompts.sizes, per_step)
+        stream = ShuffledStream(loaded_prompts.prompts, seed=config.seed, mix=mix)
         if curriculum := config.curriculum:
             stream = CurriculumStream(
-                loaded.prompts,
+                loaded_prompts.prompts,
                 curriculum,
                 seed=config.seed,
                 block=per_step,
                 mix=mix,
                 lag=config.draws_in_flight,
             )
-            if note := few_draws_note(len(loaded.prompts), config.num_steps * per_step):
+            if note := few_draws_note(len(loaded_prompts.prompts), config.num_steps * per_step):
                 run.tell.message(note)
         return cls(
             source=PromptSource(stream, config.rollout.samples_per_prompt),
@@ -111,11 +111,14 @@ class RolloutInputs:
         )
 
     def scorer(self, config: OnlineConfig, services: Services) -> Scorer:
-        """Return the scorer: reward function, servers, judge, reward models and reference."""
+        """Return a scorer that combines all sources of scores with the reference model."""
         section, judge = config.reward.judge, None
         if section and services.judge:
-            ask, max_attempts = DeployedJudge(services.judge), config.reward.request.max_attempts
-            judge = Judge(section, ask, max_attempts=max_attempts)
+            deployed_judge, max_attempts = (
+                DeployedJudge(services.judge),
+                config.reward.request.max_attempts,
+            )
+            judge = Judge(section, deployed_judge, max_attempts=max_attempts)
         return Scorer(
             self.reward_function,
             tuple(services.rewards.values()),
@@ -130,50 +133,50 @@ class RolloutInputs:
 
 @dataclass(frozen=True)
 class OnlineInputs:
-    """Inputs that are loaded before any model. Invalid data and functions raise an error here."""
+    """Inputs that are loaded before any model, so that invalid data and functions fail early."""
 
     tokenizer: Any
     attempt: str
-    """Id of this attempt of the run. It is needed because engines may outlive an attempt."""
+    """Unique id of this attempt of the run, because engines may outlive an attempt."""
     first_prompts: Sequence[Prompt]
-    """The first prompts of the run, with which a push is probed."""
-    has_function: bool
+    """First prompts of the run, with which pushes are probed."""
+    has_reward_function: bool
     """True if a reward function scores the samples."""
     rollouts: RolloutInputs | None
-    """Inputs of sampling and scoring. None on all workers except the first."""
+    """Inputs of sampling and scoring. None on ranks above 0."""
 
     @classmethod
     def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
-        """Load the inputs. All workers call this; the first one loads the prompts for all."""
+        """Load the inputs. All workers call this. Rank 0 loads the prompts."""
         for key, path in run.config.own_functions.items():
-            load_function(path, key=key)  # fail early: a bad function ends the run here
+            load_function(path, key=key)  # fail early if a function is invalid
         tokenizer = load_tokenizer(run.config.model.policy)
-        own: RolloutInputs | None = None
+        rollout_inputs: RolloutInputs | None = None
         shared: Any = None
         if run.workers.rank == 0:
-            new = uuid.uuid4().hex
-            own = RolloutInputs.load(run, tokenizer, new)
-            first_prompts = list(islice(own.source.stream.items, NUM_PROBES))
-            shared = new, first_prompts, own.reward_function is not None
-        attempt, first, has_function = run.workers.broadcast(shared)
-        return cls(tokenizer, attempt, first, has_function, own)
+            new_attempt = uuid.uuid4().hex
+            rollout_inputs = RolloutInputs.load(run, tokenizer, new_attempt)
+            first_prompts = list(islice(rollout_inputs.source.stream.items, NUM_PROBES))
+            shared = new_attempt, first_prompts, rollout_inputs.reward_function is not None
+        attempt, first_prompts, has_reward_function = run.workers.broadcast(shared)
+        return cls(tokenizer, attempt, first_prompts, has_reward_function, rollout_inputs)
 
 
 def load_checked(run: Run[Any], section: Any, tokenizer: Any, *, key: str) -> LoadedPrompts:
-    """Load prompts, report the rows that were left out, and check that the policy can read them.
+    """Load prompts, report omitted rows, and check that the policy can process the prompts.
 
     Args:
         run: The run.
         section: Section `data` of the config, with the sources to load.
         tokenizer: The policy's tokenizer.
-        key: Key of the sources.
+        key: Config key of the sources.
     """
     checks = label_checks(run.config, key, has_reward_fn=run.runtime.reward_fn is not None)
-    loaded = load_prompts(section, tokenizer, key=key, label_checks=checks)
-    for note in loaded.notes(key):
+    loaded_prompts = load_prompts(section, tokenizer, key=key, label_checks=checks)
+    for note in loaded_prompts.notes(key):
         run.tell.message(note)
-    Limits.of(run.config.model.policy).check([[loaded.highest]], tokenizer, key=key)
-    return loaded
+    Limits.of(run.config.model.policy).check([[loaded_prompts.highest]], tokenizer, key=key)
+    return loaded_prompts
 
 
 def load_held_out(run: Run[Any], tokenizer: Any) -> LoadedPrompts:
@@ -188,9 +191,9 @@ def _try_functions(
     prompts: Sequence[Sequence[Prompt]],
     tokenizer: Any,
 ) -> None:
-    """Try the functions of training and of evaluation on their first prompts."""
-    seen: list[RewardFunction] = []
-    for function, first in zip(functions, prompts, strict=False):
-        if function is not None and function not in seen:
-            seen.append(function)
-            try_before_start(function, first, tokenizer, run.tell.message)
+    """Try the reward functions of training and evaluation on their first prompts."""
+    tried: list[RewardFunction] = []
+    for function, trial_prompts in zip(functions, prompts, strict=False):
+        if function is not None and function not in tried:
+            tried.append(function)
+            try_before_start(function, trial_prompts, tokenizer, run.tell.message)

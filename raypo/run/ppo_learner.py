@@ -1,4 +1,4 @@
-"""Load policy and critic (step 3 of `raypo.recipes.ppo`), and write trained models to folders."""
+"""Load policy and critic (step 3 of `raypo.recipes.ppo`), and return exports of trained models."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def start_learner(
 
     Args:
         run: The run.
-        inputs: Its inputs.
+        inputs: Inputs of the run.
         roles: Roles of the workers.
-        warms_up: True to compile kernels now, on GPUs, while the engines start.
+        warms_up: Whether to compile the kernels now, while the engines start. Only on GPUs.
     """
     config = run.config
     run.tell.phase(f"loading policy{' and critic' if config.needs_critic else ''}")
@@ -39,7 +39,7 @@ def start_learner(
         critic_start=critic_start(
             config.model,
             config.reward.weights,
-            has_other_judges=inputs.has_function
+            has_other_judges=inputs.has_reward_function
             or bool(config.reward.url)
             or config.reward.judge is not None
             or config.rollout.is_episodic,
@@ -59,7 +59,7 @@ def start_learner(
 def exports_of(
     learner: Learner, config: PPOConfig, roles: Roles, tokenizer: Any
 ) -> dict[str, Export]:
-    """Return an export for each model that this worker trains, by its folder's name.
+    """Return an export of each model that this worker trains, by folder name.
 
     The models are the policy, its adapter if there is one, and the critic if `learner.save_critic`
     is set.

@@ -134,7 +134,7 @@ class Records:
     def write_samples(self, step: int, rows: Rows, *, held_out: bool = False) -> None:
         """Write all workers' rows to the step's file of samples, in the background."""
         if self._writers is None:
-            self._writers = self._run.workers.beside()
+            self._writers = self._run.workers.with_new_group()
         work = partial(self._write_samples, step, rows, self._writers, held_out=held_out)
         self._pending.append(self._writer.submit(work))
 

@@ -1,4 +1,4 @@
-"""Metrics of rollouts, and the rows of the rollout files."""
+"""Metrics of rollouts, and rows for the rollout files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from raypo.run.run import Run
 from raypo.types import Experience, Rollout
 
 
-def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
-    """Return metrics of raw scores and lengths of samples.
-
-    The result is empty if there are no samples.
-    """
+def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return metrics of the samples' raw scores and lengths, or {} if there are no samples."""
     means = WeightedMeans()
-    by_group: dict[int, list[float]] = {}
-    by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
-    truncated = {(r.group_index, r.sample_index) for r in scored if r.finish_reason == "length"}
-    for rollout in scored:
+    scores_by_group: dict[int, list[float]] = {}
+    tokens_by_sample: dict[
+        tuple[int, int], int
+    ] = {}  # an agent's sample may consist of several rollouts
+    truncated = {
+        (rollout.group_index, rollout.sample_index)
+        for rollout in rollouts
+        if rollout.finish_reason == "length"
+    }
+    for rollout in rollouts:
         sample = rollout.group_index, rollout.sample_index
-        by_sample[sample] = by_sample.get(sample, 0) + rollout.num_sampled
+        tokens_by_sample[sample] = tokens_by_sample.get(sample, 0) + rollout.num_sampled
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
-        if rollout.row_index:  # the sample was counted by its first conversation
+        if rollout.row_index:  # the sample was already counted with its first rollout
             continue
         if episode := rollout.episode:
             means.add("rollout/turns_mean", episode.num_turns, 1)
@@ -40,29 +43,29 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
             means.add("perf/environment_s_mean", episode.environment_s, 1)
             means.maximum("perf/environment_s_max", episode.environment_s)
             means.total("rollout/episodes_failed", episode.error is not None)
-            uses = episode.tool_uses
-            means.add("tools/calls_mean", len(uses), 1)
-            means.total("tools/failures", sum(use.error is not None for use in uses))
-            means.add("perf/tools_s_mean", sum(use.seconds for use in uses), 1)
+            tool_uses = episode.tool_uses
+            means.add("tools/calls_mean", len(tool_uses), 1)
+            means.total("tools/failures", sum(use.error is not None for use in tool_uses))
+            means.add("perf/tools_s_mean", sum(use.seconds for use in tool_uses), 1)
         for name, value in named_numbers(rollout).items():
             means.add(name, value, 1)
         if math.isfinite(rollout.score):
-            by_group.setdefault(rollout.group_index, []).append(rollout.score)
+            scores_by_group.setdefault(rollout.group_index, []).append(rollout.score)
             if rollout.data_source:
                 means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
             means.add("rollout/score_mean", rollout.score, 1)
-    means.deviation("rollout/score_std", list(chain(*by_group.values())))
-    for sample, tokens in by_sample.items():
+    means.deviation("rollout/score_std", list(chain(*scores_by_group.values())))
+    for sample, tokens in tokens_by_sample.items():
         means.add("rollout/truncated_fraction", sample in truncated, 1)
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
-    for scores in by_group.values():
+    for scores in scores_by_group.values():
         if len(scores) > 1:
             means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.values(), "rollout/score_mean/")
-    unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
-    return unknown | metrics if metrics else {}
+    missing_scores = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
+    return missing_scores | metrics if metrics else {}
 
 
 def batch_metrics(
@@ -73,29 +76,33 @@ def batch_metrics(
     *,
     step: int,
 ) -> dict[str, float]:
-    """Return metrics of a step's samples: scores, lengths, counts by outcome.
+    """Return metrics of a step's samples: scores, lengths, and counts by outcome.
 
     Args:
         run: The run.
-        batch: The rollouts of the step.
-        counts: The counts of `PromptSource.counts`.
-        sampling: Sampling parameters of the run, with the runner of its episodes if it has any.
+        batch: Rollouts of the step.
+        counts: Counts from `PromptSource.counts`.
+        sampling: Sampling parameters of the run, including its episode runner if there is one.
         step: The step, counted from 1.
     """
     config = run.config
     metrics = rollout_metrics(batch.scored)
     if sampling.episodes:
         metrics["perf/wait_for_environments_s"] = sampling.episodes.waited_s()
-    if not isinstance(config, PPOConfig):  # the recipe selects what is trained
-        sampled = "rollout/samples_sampled"
-        return metrics | {sampled: batch.metrics[sampled]}
+    if not isinstance(config, PPOConfig):  # the recipe itself selects the training samples
+        key = "rollout/samples_sampled"
+        return metrics | {key: batch.metrics[key]}
     metrics |= counts | batch.counts(step, config.ppo.correction.max_staleness)
-    missing, wanted = batch.missing_groups, config.rollout.prompts_per_step
-    if missing:
-        rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
+    num_missing, num_wanted = batch.missing_groups, config.rollout.prompts_per_step
+    if num_missing:
+        outcome = (
+            "no update"
+            if num_missing == num_wanted
+            else f"trains on {num_wanted - num_missing} groups"
+        )
         run.tell.message(
-            f"step {step}: {missing} of {wanted} groups are missing after "
-            f"{metrics['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
+            f"step {step}: {num_missing} of {num_wanted} groups are missing after "
+            f"{metrics['rollout/refills']:.0f} refills (ppo.filter.max_refills); {outcome}"
         )
     return metrics
 
@@ -106,30 +113,35 @@ RATES = {
     "rollout/samples_sampled": "perf/samples_per_s",
     "rollout/response_tokens": "perf/response_tokens_per_s",
 }
-"""Name of a count -> name of its rate. If two counts of a step share a rate, the later one is used.
-"""
+"""Maps the name of a count to the name of its rate. If two counts share a rate, the later one is
+used."""
 
 
 def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
-    """Return the duration of a step in seconds and its counts per second, as metrics."""
+    """Return metrics of a step's speed: its duration in seconds, and its counts per second."""
     rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
     return {"time/step_s": step_s} | rates
 
 
-def rollout_rows(dealt: Sequence[Rollout], experience: Experience) -> list[dict[str, Any]]:
-    """Return a row of `rollouts/step_*.parquet` for each rollout that this worker trains on."""
+def rollout_rows(rollouts: Sequence[Rollout], experience: Experience) -> list[dict[str, Any]]:
+    """Return a row of `rollouts/step_*.parquet` for each rollout that this worker trains on.
+
+    Args:
+        rollouts: Rollouts of this worker.
+        experience: Tensors of these rollouts, in the same order.
+    """
     assert experience.advantages is not None
     assert experience.old_log_probs is not None
     mask = experience.response_mask
     tokens = mask.sum(1).clamp(min=1)
-    means = (experience.advantages.sum(1) / tokens).tolist()
+    mean_advantages = (experience.advantages.sum(1) / tokens).tolist()
     advantages = experience.advantages.float().cpu().numpy()
-    kl: list[float | None] = [None] * len(dealt)
+    kl: list[float | None] = [None] * len(rollouts)
     references = None
     if experience.ref_log_probs is not None:
         references = experience.ref_log_probs.float().cpu().numpy()
-        gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
-        kl = gap.sum(1).tolist()
+        log_ratio = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
+        kl = log_ratio.sum(1).tolist()
     return [
         sample_row(rollout)
         | {
@@ -137,17 +149,17 @@ def rollout_rows(dealt: Sequence[Rollout], experience: Experience) -> list[dict[
             if references is None
             else references[row, : len(rollout.response_ids)],
             "advantages": advantages[row, : len(rollout.response_ids)],
-            "advantage_mean": means[row],
+            "advantage_mean": mean_advantages[row],
             "kl": kl[row],
         }
-        for row, rollout in enumerate(dealt)
+        for row, rollout in enumerate(rollouts)
     ]
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:
-    """Return the row of a sample that is not trained on, such as a held-out one.
+    """Return the row of a sample that is not trained on, such as a held-out sample.
 
-    It lacks the columns that an update adds (`rollout_rows`).
+    It lacks the columns that are added for training samples (`rollout_rows`).
     """
     return {
         "prompt": rollout.prompt,

@@ -1,11 +1,11 @@
-"""Deployment specs of a run's served roles: class, arguments and processes of each."""
+"""Deployment specs of a run's served roles: class, arguments and processes."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from raypo.cluster.connect import untold_environment
+from raypo.cluster.connect import missing_environment
 from raypo.cluster.placement import ServedRole
 from raypo.config import EngineSection, OnlineConfig, PolicyExamplesConfig, PolicyLoraSection
 from raypo.deployment.deployment import Deployment
@@ -16,17 +16,17 @@ from raypo.serving.vllm_arguments import with_head_dtype
 from raypo.serving.vllm_frozen import VllmJudge, VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
 
-CALLERS = 64
-"""Most calls in flight per engine; further calls go to another replica. Each call may contain many
-requests."""
+MAX_CALLS_PER_ENGINE = 64
+"""Maximum number of calls in flight per engine. Further calls go to another replica. Each call may
+contain many requests."""
 
 
 def class_and_arguments(
     role: ServedRole, config: OnlineConfig | PolicyExamplesConfig
 ) -> tuple[type, dict[str, Any]]:
-    """Return the class of a role's replicas and its arguments, without the number of threads."""
+    """Return the class of a role's replicas, and its arguments except the number of threads."""
     kwargs: dict[str, Any] = {"model": role.model, "dtype": config.model.dtype}
-    lengths = {"section": role.section, "max_model_len": config.max_model_len}
+    vllm_kwargs = {"section": role.section, "max_model_len": config.max_model_len}
     if isinstance(role.section, EngineSection):
         lora = config.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
@@ -38,18 +38,20 @@ def class_and_arguments(
             kwargs["whole_batches"] = True
         if isinstance(config, OnlineConfig):
             kwargs["records_experts"] = config.rollout.router_replay == "engine"
-            lengths["section"] = with_head_dtype(role.section, config.model.head_dtype)
-        return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
-    assert isinstance(config, OnlineConfig), "others have engines only"
+            vllm_kwargs["section"] = with_head_dtype(role.section, config.model.head_dtype)
+        return Engine, kwargs | vllm_kwargs | {"lora": lora if holds_adapter else None}
+    assert isinstance(config, OnlineConfig), "other recipes have only engines"
     if role.kind == "judge":
         judge = config.reward.judge
-        assert judge is not None, "the role is the judge's"
-        lengths |= {"max_model_len": judge.max_model_len}
-        sampled = {"chat": judge.chat, "sampling": judge.merged_sampling}
-        return VllmJudge, kwargs | lengths | sampled
-    in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
-    if in_vllm:
-        kwargs |= lengths | ({"max_model_len": config.max_reference_len} if is_reference else {})
+        assert judge is not None, "the judge role requires reward.judge"
+        vllm_kwargs |= {"max_model_len": judge.max_model_len}
+        judge_kwargs = {"chat": judge.chat, "sampling": judge.merged_sampling}
+        return VllmJudge, kwargs | vllm_kwargs | judge_kwargs
+    uses_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
+    if uses_vllm:
+        kwargs |= vllm_kwargs | (
+            {"max_model_len": config.max_reference_len} if is_reference else {}
+        )
     else:
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
@@ -57,55 +59,57 @@ def class_and_arguments(
     if is_reference:
         kwargs["head_dtype"] = config.model.head_dtype
     else:
-        return VllmRewardModel if in_vllm else RewardModel, kwargs | {"policy": config.model.policy}
-    if in_vllm:
+        return VllmRewardModel if uses_vllm else RewardModel, kwargs | {
+            "policy": config.model.policy
+        }
+    if uses_vllm:
         return VllmReference, kwargs
-    # Where models sleep, the next role waits until this one has started.
+    # If models sleep, the next role waits until this role has started, so do not warm up.
     kwargs |= {"warms_up": not config.rollout.engine.sleeps}
     return ReferenceModel, kwargs | {"temperature": config.trained_temperature}
 
 
-def measures_memory(role: ServedRole) -> bool:
-    """Return True if a role on GPUs is vLLM, and takes what is free when it starts.
+def measures_free_memory(role: ServedRole) -> bool:
+    """Return True if a role on GPUs runs vLLM and claims the GPU memory that is free at its start.
 
-    Other roles must not allocate GPU memory meanwhile.
+    Other roles must not allocate GPU memory while it starts.
     """
     if isinstance(role.section, EngineSection):
         return role.section.kv_cache_gb is None
     return role.section.backend == "vllm"
 
 
-def deployment_of(
+def make_deployment(
     role: ServedRole,
     config: OnlineConfig | PolicyExamplesConfig,
     *,
     num_threads: int,
     run_name: str,
     logs_dir: str,
-    **more: Any,
+    **extra_kwargs: Any,
 ) -> Deployment:
     """Return the deployment spec of a role in a run.
 
     Args:
         role: The role.
         config: The run's config.
-        num_threads: Number of threads of a replica, over all its processes.
-        run_name: Name of the run, a part of the deployment's name.
-        logs_dir: Folder for the logs of the replicas.
-        more: Further arguments of the role's class.
+        num_threads: Number of threads per replica, over all its processes.
+        run_name: Name of the run, which is part of the deployment's name.
+        logs_dir: Folder for the replicas' logs.
+        extra_kwargs: Further arguments of the role's class.
     """
     cls, kwargs = class_and_arguments(role, config)
-    # Ray limits an actor that reserves no CPU to one thread. Replicas take turns with their
-    # worker, so they may use its cores.
+    # Ray limits an actor without reserved CPUs to one thread. A replica and its learner worker take
+    # turns, so the replica may use the worker's cores.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)
     return Deployment(
         name=f"raypo:{run_name}:{role.name}",
         cls=cls,
-        kwargs=kwargs | {"num_threads": max(1, num_threads // role.num_devices)} | more,
-        env={**untold_environment(), "OMP_NUM_THREADS": str(threads)},
+        kwargs=kwargs | {"num_threads": max(1, num_threads // role.num_devices)} | extra_kwargs,
+        env={**missing_environment(), "OMP_NUM_THREADS": str(threads)},
         logs_dir=logs_dir,
         start_timeout_s=config.placement.timeout_s,
-        max_ongoing_requests=CALLERS if role.kind == "engine" else 1,
+        max_ongoing_requests=MAX_CALLS_PER_ENGINE if role.kind == "engine" else 1,
         **config.placement.deployment.model_dump(),
     )

@@ -1,4 +1,4 @@
-"""Metrics of the engines' load in a step, and of the peak memory of all processes."""
+"""Metrics of the engines' load during a step, and of the peak memory of all processes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, LoadSummary
-from raypo.tracking.trace import note_call
+from raypo.tracking.trace import trace_call
 
 
 @dataclass
 class EnginesLoad:
-    """Metrics of the engines' load between two calls of `metrics`."""
+    """Computes metrics of the engines' load between two calls of `metrics`."""
 
-    _looked_at: float | None = None
+    _last_time: float | None = None
     _busy_s: float = 0.0
     _preemptions: int = 0
     _drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Drafted and accepted tokens of each engine at the last call."""
+    """Numbers of drafted and accepted tokens of each engine at the last call."""
 
     def metrics(self, by_engine: Mapping[str, tuple[Load, LoadSummary]]) -> dict[str, float]:
-        """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
+        """Return `perf/engine_*` since the last call: requests, KV cache usage and idle seconds.
 
         Args:
-            by_engine: Load and statistics of each engine that answers, by name.
+            by_engine: Load and statistics of each responding engine, by name.
         """
         now = time.monotonic()
         loads = [load for load, _ in by_engine.values()]
@@ -57,24 +57,24 @@ class EnginesLoad:
         }
         drafted = accepted = 0
         for name, (load, _) in by_engine.items():
-            before = self._drafts.get(name, (0, 0))
-            if load.drafted < before[0]:  # the engine was restarted
-                before = (0, 0)
-            drafted += load.drafted - before[0]
-            accepted += load.accepted - before[1]
+            previous = self._drafts.get(name, (0, 0))
+            if load.drafted < previous[0]:  # the engine was restarted
+                previous = (0, 0)
+            drafted += load.drafted - previous[0]
+            accepted += load.accepted - previous[1]
             self._drafts[name] = load.drafted, load.accepted
         if drafted:
             metrics["perf/draft_acceptance"] = accepted / drafted
-        # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
-        if self._looked_at is not None and loads:
-            worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
-            metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
-        self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
+        # A restarted engine counts from 0, so a difference can be negative. It is reported as 0.
+        if self._last_time is not None and loads:
+            busy_s_per_engine = max(0.0, busy_s - self._busy_s) / len(loads)
+            metrics["perf/engine_idle_s"] = max(0.0, now - self._last_time - busy_s_per_engine)
+        self._last_time, self._busy_s, self._preemptions = now, busy_s, preemptions
         return metrics
 
 
 class ServiceGauges:
-    """Reads the load and the memory of the run's services; rank 0 queries them for all workers."""
+    """Reads load and memory of the run's services. Rank 0 queries them for all workers."""
 
     def __init__(self, run: Run[OnlineConfig], services: Services) -> None:
         """Store the run and the services. Nothing is read yet."""
@@ -85,38 +85,41 @@ class ServiceGauges:
     def load(self) -> dict[str, float]:
         """Return `perf/engine_*` since the last call, and add the engines' idle times to the trace.
 
-        The result is empty if several runs share the engines.
+        The result is empty on ranks above 0, and if several runs share the engines.
         """
-        # Other runs contribute to the load of a shared pool.
-        if self._run.workers.rank > 0 or self._services.in_pool:
+        # The load of shared engines would include other runs.
+        if self._run.workers.rank > 0 or self._services.uses_shared_engines:
             return {}
         engines, loads = self._services.engine.handle, {}
-        answers = engines.control(Engine.load_summary)
-        for engine, answer in zip(engines.replicas, answers, strict=True):
-            for load, summary in survivors([answer]):
+        replies = engines.control(Engine.load_summary)
+        for engine, reply in zip(engines.replicas, replies, strict=True):
+            for load, summary in survivors([reply]):
                 loads[engine.name] = load, summary
                 for begin, end in summary.idle:
-                    note_call(engine.name, "idle", begin, end)
+                    trace_call(engine.name, "idle", begin, end)
         return self._engines_load.metrics(loads)
 
     def memory(self) -> dict[str, float]:
-        """Return the highest peak memory of each role's processes, such as `perf/memory_<role>_gb`.
+        """Return the maximum peak memory over each role's processes (`perf/memory_<role>_gb`, ...).
 
         All workers call this after a push. The peak of a step's evaluation is reported with the
         next step.
         """
         run = self._run
-        by_role = {"learner": run.workers.gather(peak_memory())}
+        memory_by_role = {"learner": run.workers.gather(peak_memory())}
         if run.workers.rank == 0:
-            answers = self._services.ask_peak_memory()
+            pending_calls = self._services.request_peak_memory()
             if run.config.rollout.has_requests_in_flight:
-                # The replicas are sampling: read the answers that the last push requested.
-                answers, self._memory = self._memory, answers
-            # A broken replica is reported by the code that needs it, not by this metric.
-            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in answers.items()}
-            by_role["driver"] = run.tell.driver_memory()
+                # The replicas are sampling, so read the replies that the last push requested.
+                pending_calls, self._memory = self._memory, pending_calls
+            # A broken replica is reported by the code that needs it, so ignore it here.
+            memory_by_role |= {
+                role: survivors(calls, lost_error=DeploymentError)
+                for role, calls in pending_calls.items()
+            }
+            memory_by_role["driver"] = run.tell.driver_memory()
         return {
             f"perf/{kind}_{role}_gb": max(peak[kind] for peak in peaks if kind in peak)
-            for role, peaks in by_role.items()
+            for role, peaks in memory_by_role.items()
             for kind in sorted({kind for peak in peaks for kind in peak})
         }

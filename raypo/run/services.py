@@ -1,4 +1,4 @@
-"""Start engines and frozen models beside the learner (step 2 of `raypo.recipes.ppo`).
+"""Start the engines and frozen models of a run (step 2 of `raypo.recipes.ppo`).
 
 They run in the learner workers' placement group. Rank 0 creates the actors for all workers.
 """
@@ -14,28 +14,28 @@ import ray.util
 import torch
 
 from raypo.cluster.actors import survivors
-from raypo.cluster.devices import together
+from raypo.cluster.devices import merged_visibility_env
 from raypo.cluster.placement import (
     PlacementError,
     ServedRole,
+    colocated_ranks,
+    colocation_problem,
     served_roles,
-    torn_apart,
-    workers_beside,
 )
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
 from raypo.deployment.deployment import (
     Deployment,
     DeploymentHandle,
-    Place,
-    own_devices,
+    Placement,
+    local_device_env,
     start_deployment,
 )
 from raypo.deployment.reserve import nodes_of
 from raypo.run.run import Run
-from raypo.run.served_roles import deployment_of, measures_memory
+from raypo.run.served_roles import make_deployment, measures_free_memory
 from raypo.run.setup import Shared
-from raypo.run.shared_services import of_shared
+from raypo.run.shared_services import shared_handles_for
 from raypo.serving.client import (
     EngineClient,
     FrozenClient,
@@ -47,24 +47,24 @@ from raypo.serving.client import (
 
 @dataclass(frozen=True)
 class Services:
-    """Clients of the engines, of the reference and reward models, and of the judge."""
+    """Clients of the engines, the reference and reward models, and the judge."""
 
     engine: EngineClient
     references: dict[str, ReferenceClient]
-    """Reference models by role: at most one in PPO, one for each teacher in distillation."""
+    """Reference models by role: at most one in PPO, one per teacher in distillation."""
     rewards: dict[str, RewardModelClient] = field(default_factory=dict)
     """Reward models by role, in the order of `model.reward`."""
     judge: JudgeClient | None = None
-    """Judge of `reward.judge.path`."""
+    """Judge model (`reward.judge.path`)."""
     elsewhere: frozenset[str] = frozenset()
     """Roles that are not colocated with these workers: engine, reference, reward_0, ..., judge."""
-    in_pool: bool = False
-    """True if several runs share the engines. They push adapters only."""
-    in_turn: bool = False
-    """True if the roles start one after the other, and the learner after them."""
+    uses_shared_engines: bool = False
+    """True if several runs share the engines. These runs push only adapters."""
+    starts_sequentially: bool = False
+    """True if the roles start one after another, and then the learner."""
     models_apart: bool = False
-    """True if all reference and reward models have cores or devices that neither engines nor
-    workers use. On CPUs this is False if the trials of a sweep share any of these models."""
+    """True if all reference and reward models have their own cores or devices, which neither
+    engines nor workers use. On CPUs, this is False if trials of a sweep share one of the models."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenClient]]:
@@ -74,11 +74,11 @@ class Services:
 
     @property
     def reference(self) -> ReferenceClient | None:
-        """Reference model of the policy, or None if no deployment holds one."""
+        """Reference model of the policy, or None if there is no such deployment."""
         return self.references.get("reference")
 
-    def ask_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:
-        """Request the peak memory of each replica, and return the pending calls by role."""
+    def request_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:
+        """Request each replica's peak memory, and return the pending calls by role."""
         calls: dict[str, Sequence[Future[dict[str, float]]]] = {"engine": self.engine.peak_memory()}
         return calls | {role: client.peak_memory() for role, client in self.frozen}
 
@@ -86,14 +86,14 @@ class Services:
         """Wait until every replica has started.
 
         Raises:
-            DeploymentError: a replica failed to start, with its error, or took too long.
+            DeploymentError: a replica failed to start or took too long. The message has its error.
         """
         for client in [self.engine, *(client for _, client in self.frozen)]:
             client.wait(timeout_s)
 
 
 def start_services(run: Run[OnlineConfig]) -> Services:
-    """Start engines and frozen models. Wait for them if they start one after the other."""
+    """Start engines and frozen models. Wait for them if they start one after another."""
     run.tell.phase("starting the engine and the frozen models")
     services = start_deployments(
         run.config,
@@ -103,7 +103,7 @@ def start_services(run: Run[OnlineConfig]) -> Services:
         dedicated=run.runtime.dedicated,
         shared=run.runtime.shared,
     )
-    if services.in_turn:
+    if services.starts_sequentially:
         services.wait(run.config.placement.timeout_s)
     return services
 
@@ -117,23 +117,24 @@ def start_deployments(
     dedicated: Mapping[str, DeploymentHandle] | None = None,
     shared: Shared | None = None,
 ) -> Services:
-    """Start all roles that are not running elsewhere, in the workers' own placement group.
+    """Start all roles that are not running elsewhere, in the workers' placement group.
 
-    All workers call this. Replica i is placed beside worker i: in its bundle, on its devices. On
-    CPUs, reference and reward models are placed beside the first worker of each node. A
+    All workers call this. Replica i is colocated with worker i: in its bundle, on its devices. On
+    CPUs, reference and reward models are colocated with the first worker of each node. A
     tensor-parallel replica uses the devices of consecutive workers.
 
-    All roles start in the background, at the same time, except on GPUs if models sleep
-    (`rollout.engine.sleep`) or if vLLM measures the free memory. The roles then start one after the
-    other, and with `rollout.engine.sleep` each goes to sleep before the next one starts.
+    All roles start concurrently in the background, except on GPUs if models sleep
+    (`rollout.engine.sleep`) or if vLLM measures the free memory. In these cases the roles start one
+    after another, and with `rollout.engine.sleep` each role goes to sleep before the next one
+    starts.
 
     Args:
         config: The run's config.
         run_name: Name of the run.
         workers: The learner workers.
-        logs_dir: Folder for the logs of the replicas.
+        logs_dir: Folder for the replicas' logs.
         dedicated: Deployments that the driver has started, by role.
-        shared: Deployments that a sweep has started. Those that fit this config are used.
+        shared: Deployments that a sweep has started. They are used if they fit this config.
 
     Returns:
         Clients of all roles.
@@ -142,32 +143,38 @@ def start_deployments(
         PlacementError: workers that would share a replica are on different nodes.
     """
     use_gpu = torch.cuda.is_available()
-    elsewhere = dict(dedicated or {})
+    external_handles = dict(dedicated or {})
     sleeps = False
     if isinstance(config, OnlineConfig):
-        elsewhere |= of_shared(shared, config, run_name, workers)
-        sleeps = config.rollout.engine.sleeps and "engine" not in elsewhere
-    # Workers that only train a critic have no engine beside them.
+        external_handles |= shared_handles_for(shared, config, run_name, workers)
+        sleeps = config.rollout.engine.sleeps and "engine" not in external_handles
+    # No engine is colocated with workers that only train a critic.
     num_workers = workers.count - (config.learner.total_workers - config.learner.num_workers)
     roles = served_roles(config, num_workers=num_workers, use_gpu=use_gpu)
-    colocated = [role for role in roles if role.name not in elsewhere]
+    colocated = [role for role in roles if role.name not in external_handles]
     cpus, num_engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
     deployments = []
     for role in colocated:
-        # A reference or reward model gets the cores of the workers that it is placed beside.
-        # Engines share the cores of all workers.
+        # A reference or reward model uses the cores of its colocated workers. Engines share the
+        # cores of all workers.
         threads = cpus * role.num_devices
         if role.kind == "engine":
             threads = cpus * workers.count // num_engines
         deployments.append(
-            deployment_of(role, config, num_threads=threads, run_name=run_name, logs_dir=logs_dir)
+            make_deployment(role, config, num_threads=threads, run_name=run_name, logs_dir=logs_dir)
         )
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
-    places = places_beside(colocated, workers, nodes)
-    in_turn = use_gpu and (sleeps or any(map(measures_memory, colocated)))
-    started = _start(deployments, places, workers, in_turn=in_turn, sleeps=sleeps)
-    handles = {**elsewhere, **started}
-    apart = elsewhere if use_gpu else (dedicated or {})
+    placements_by_role = colocated_placements(colocated, workers, nodes)
+    starts_sequentially = use_gpu and (sleeps or any(map(measures_free_memory, colocated)))
+    started_handles = _start(
+        deployments,
+        placements_by_role,
+        workers,
+        starts_sequentially=starts_sequentially,
+        sleeps=sleeps,
+    )
+    handles = {**external_handles, **started_handles}
+    separate_roles = external_handles if use_gpu else (dedicated or {})
     judges = [JudgeClient(handles[role.name]) for role in roles if role.kind == "judge"]
     return Services(
         engine=EngineClient(handles["engine"]),
@@ -182,80 +189,83 @@ def start_deployments(
             if role.kind == "reward"
         },
         judge=judges[0] if judges else None,
-        elsewhere=frozenset(elsewhere),
-        in_pool=shared is not None and shared.pool and "engine" in elsewhere,
-        in_turn=in_turn,
-        models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
+        elsewhere=frozenset(external_handles),
+        uses_shared_engines=shared is not None and shared.pool and "engine" in external_handles,
+        starts_sequentially=starts_sequentially,
+        models_apart=all(role.name in separate_roles for role in roles if role.kind != "engine"),
     )
 
 
-def places_beside(
+def colocated_placements(
     roles: Sequence[ServedRole], workers: Workers, nodes: Sequence[str]
-) -> dict[str, list[Place]]:
-    """Return the places of each role's replicas: a worker's bundle and one or more GPUs.
+) -> dict[str, list[Placement]]:
+    """Return the placement of each role's replicas: a worker's bundle and one or more GPUs.
 
-    All workers call it.
+    All workers call this.
 
     Args:
-        roles: The roles to place.
+        roles: Roles to place.
         workers: The learner workers.
         nodes: Node id of each worker.
 
     Raises:
         PlacementError: workers that would share a replica are on different nodes.
     """
-    beside = workers.gather(_own_place(workers, nodes))
-    places: dict[str, list[Place]] = {}
+    placement_per_worker = workers.gather(_colocated_placement(workers, nodes))
+    placements: dict[str, list[Placement]] = {}
     for role in roles:
-        if problem := torn_apart(role, nodes):
+        if problem := colocation_problem(role, nodes):
             raise PlacementError(problem)
-        places[role.name] = [
-            replace(beside[ranks[0]], env=together([beside[rank].env for rank in ranks]))
-            for ranks in workers_beside(role, nodes)
+        placements[role.name] = [
+            replace(
+                placement_per_worker[ranks[0]],
+                env=merged_visibility_env([placement_per_worker[rank].env for rank in ranks]),
+            )
+            for ranks in colocated_ranks(role, nodes)
         ]
-    return places
+    return placements
 
 
 def _start(
     deployments: Sequence[Deployment],
-    places: Mapping[str, list[Place]],
+    placements_by_role: Mapping[str, list[Placement]],
     workers: Workers,
     *,
-    in_turn: bool = False,
+    starts_sequentially: bool = False,
     sleeps: bool = False,
 ) -> dict[str, DeploymentHandle]:
     """Start deployments from rank 0, and return the handles on all workers.
 
     Args:
         deployments: The deployments.
-        places: The places of each deployment's replicas, by role.
+        placements_by_role: Placements of each deployment's replicas, by role.
         workers: The learner workers.
-        in_turn: True to start one after the other.
+        starts_sequentially: True if the deployments start one after another.
         sleeps: True if each deployment frees its GPU memory before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
         for deployment in deployments:
-            deployment = replace(deployment, takes_turns=in_turn)
+            deployment = replace(deployment, builds_lazily_on_restart=starts_sequentially)
             role = deployment.role
-            handles[role] = start_deployment(deployment, places[role])
-            if in_turn and deployment.start_timeout_s is not None:
+            handles[role] = start_deployment(deployment, placements_by_role[role])
+            if starts_sequentially and deployment.start_timeout_s is not None:
                 handles[role].wait(deployment.start_timeout_s)
                 if sleeps:
                     survivors(FrozenClient(handles[role]).sleep())
     return workers.broadcast(handles)
 
 
-def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
-    """Return the place beside this worker: its bundle and devices, without reserving resources.
+def _colocated_placement(workers: Workers, nodes: Sequence[str]) -> Placement:
+    """Return the placement for a replica in this worker's bundle and on its devices.
 
-    The replica and the worker take turns.
+    It reserves no resources, because the replica and the worker take turns.
     """
     group = ray.util.get_current_placement_group()
     if group is None:
-        return Place(env=own_devices())
-    # Ray Train sorts its workers after it has created them, so a rank is not a bundle index. Its
-    # local rank counts by IP address, which several Ray nodes on one machine share.
+        return Placement(env=local_device_env())
+    # Ray Train sorts its workers after creating them, so a rank is not a bundle index. Its local
+    # rank is per IP address, which several Ray nodes on one machine share.
     own_node = nodes[workers.rank]
     bundles = [index for index, node in enumerate(nodes_of(group)) if node == own_node]
-    return Place(group, bundles[nodes[: workers.rank].count(own_node)], env=own_devices())
+    return Placement(group, bundles[nodes[: workers.rank].count(own_node)], env=local_device_env())

@@ -16,7 +16,7 @@ from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, OnlineConfig, parse_run_config
 from raypo.config.auto_values import least_memory
 from raypo.deployment.handle import DeploymentHandle
-from raypo.ray_internals import kept_runs
+from raypo.ray_internals import run_storage
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
@@ -111,7 +111,7 @@ def decided_together(
 
 def _bare_runtime() -> Runtime:
     context = ray.train.get_context()
-    system, folder = kept_runs(context.get_storage())
+    system, folder = run_storage(context.get_storage())
     if not isinstance(system, pyarrow.fs.LocalFileSystem):
         raise ConfigError(
             "RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "

@@ -1,4 +1,4 @@
-"""Load the learner of recipes that train on items: examples, preferences or selected samples."""
+"""Load the learner of recipes that train on examples, preferences or selected samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypo.run.run import Run
 
 
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
-    """Seed torch's random state, load the model and return the learner of a run."""
+    """Seed torch, load the model, and return the learner of a run."""
     config, workers = run.config, run.workers
     run.tell.phase("loading the model")
     torch.manual_seed(config.seed)
@@ -39,7 +39,7 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
 def trained_models(
     config: Any, learner: SupervisedLearner[Any], tokenizer: Any
 ) -> dict[str, Export]:
-    """Return the exports of the trained model and, with LoRA, of the adapter by itself."""
+    """Return exports of the trained model and, with LoRA, of the adapter, by folder name."""
     exports, model = {learner.name: learner.model_export(tokenizer)}, config.model
     if model.lora:
         exports["adapter"] = learner.adapter_export(model.lora, model.policy)
@@ -47,19 +47,21 @@ def trained_models(
 
 
 def lengths(item: Any) -> tuple[int, int]:
-    """Return an item's number of prompt tokens, and its number of other tokens."""
+    """Return an item's numbers of prompt tokens and of other tokens."""
     return len(item.prompt_ids), item.num_tokens - len(item.prompt_ids)
 
 
 def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[int]]:
-    """Split a batch over workers so that each trains on about the same number of tokens.
+    """Split a batch over workers so that all train on about the same number of tokens.
 
     Args:
         sizes: The `lengths` of each item.
         num_shares: Number of workers.
 
     Returns:
-        The indices of each worker's items.
+        Indices of each worker's items.
     """
-    prompts, others = ([size[part] for size in sizes] for part in (0, 1))
-    return balanced_shares([[index] for index in range(len(sizes))], prompts, others, num_shares)
+    prompt_lengths, other_lengths = ([size[part] for size in sizes] for part in (0, 1))
+    return balanced_shares(
+        [[index] for index in range(len(sizes))], prompt_lengths, other_lengths, num_shares
+    )

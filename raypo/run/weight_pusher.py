@@ -1,6 +1,6 @@
-"""Pushes of the learner's weights to the engines, one after each update.
+"""Push the learner's weights to the engines after each update.
 
-Concurrency. The main thread of every worker pushes. The threads that sample wait until a push ends
+Concurrency. The main thread of each worker pushes. Sampling threads wait until the push has ended
 (`raypo.rollout.engines`).
 """
 
@@ -29,9 +29,9 @@ AnyLearner = Learner | SupervisedLearner[Any]
 
 
 class WeightPusher:
-    """Pushes weights, or the adapter only, and resumes the engines; all workers call each method.
+    """Pushes weights, or only the adapter, and resumes the engines. All workers call all methods.
 
-    Workers that only train a critic take part, because phases change on all workers together.
+    Workers that only train a critic take part, because all workers change phases together.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class WeightPusher:
         self._run, self._inputs, self._services = run, inputs, services
         self._phases, self.roles = phases, roles
         self._gauges = ServiceGauges(run, services)
-        self._last_push: Callable[[], object] = lambda: None
+        self._repeat_last_push: Callable[[], object] = lambda: None
         self._in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
-        # Requests join running batches instead of forming a batch of their own.
-        joins = self._in_flight is not None
+        # Requests join running batches instead of forming separate batches.
+        joins_running_batches = self._in_flight is not None
         self.pushes = Pushes()
-        self.engines = PolicyEngines(services.engine, self.pushes, joins)
-        """The engines, for sampling between pushes."""
+        self.engines = PolicyEngines(services.engine, self.pushes, joins_running_batches)
+        """Engines for sampling between pushes."""
         self._transport = open_transport(
             rollout.engine,
             colocated=config.placement.group_of("engine") == "colocated",
             share_gpus=config.engines_share_gpus,
-            keeps=config.pushes_adapter,
+            keep_for_restarts=config.pushes_adapter,
             in_flight=self._in_flight,
         )
         self._probe = Probe.of(
@@ -66,11 +66,11 @@ class WeightPusher:
             config,
             temperature=config.trained_temperature,
             adapter=run.name if config.pushes_adapter else None,
-            joins=joins,
+            joins_running_batches=joins_running_batches,
         )
 
     def push_first(self, learner: AnyLearner, *, version: int) -> None:
-        """Wait for the engines, and push the weights that the run starts from."""
+        """Wait for the engines, and push the run's initial weights."""
         run, services = self._run, self._services
         run.tell.phase("waiting for the engine")
         services.wait(run.config.placement.timeout_s)
@@ -80,8 +80,8 @@ class WeightPusher:
         self.push(learner, version=version)
 
     def push_again(self) -> None:
-        """Repeat the last push, before the learner has updated its weights."""
-        self._last_push()
+        """Repeat the last push. Must be called before the learner updates its weights again."""
+        self._repeat_last_push()
 
     @at_work("the push of the weights")
     def push(self, learner: AnyLearner, *, version: int) -> dict[str, float]:
@@ -95,7 +95,7 @@ class WeightPusher:
             Metrics of the push, of memory, and of the engines' load.
         """
         engine, roles = self._services.engine, self.roles
-        self._last_push = lambda: self.push(learner, version=version)
+        self._repeat_last_push = lambda: self.push(learner, version=version)
         self._phases.enter(Phase.LEARN)
         self._phases.enter(Phase.PUSH)
         metrics = self._gauges.load()
@@ -107,7 +107,7 @@ class WeightPusher:
                     name=self._run.name,
                     version=version,
                     transport=self._transport,
-                    engines_have_base=self._services.in_pool,
+                    engines_have_base=self._services.uses_shared_engines,
                     workers=roles.own,
                 )
             elif roles.trains_policy:

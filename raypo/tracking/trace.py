@@ -29,7 +29,7 @@ _calls: deque[Span] = deque(maxlen=MAX_KEPT)
 _lock = threading.Lock()
 
 
-def note_call(replica: str, method: str, begin: float, end: float) -> None:
+def trace_call(replica: str, method: str, begin: float, end: float) -> None:
     """Buffer a completed call to a replica, for the next `write_spans`. Thread-safe."""
     with _lock:
         _calls.append((replica, method, begin, end))

@@ -15,7 +15,7 @@ from raypo.cluster.hardware import this_machine
 from raypo.cluster.machine import cluster_address
 from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, RecipeConfig
-from raypo.custom.loader import imported_now
+from raypo.custom.loader import current_import
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
 
@@ -105,7 +105,7 @@ def check_not_started_by_import() -> None:
     Raises:
         ConfigError: this process is importing a function or class of a config.
     """
-    if (spec := imported_now()) is not None:
+    if (spec := current_import()) is not None:
         raise ConfigError(
             f"{spec}: a run imports this file, but the file itself starts a run. Put the code "
             'that starts the run below `if __name__ == "__main__":`.'

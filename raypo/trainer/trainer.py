@@ -48,7 +48,7 @@ from raypo.cluster.connect import (
     connect,
     dashboard_token,
     dashboard_url,
-    untold_environment,
+    missing_environment,
 )
 from raypo.cluster.placement import PlacementError, lay_out, worker_bundles
 from raypo.cluster.placement_group_gc import start_placement_group_gc
@@ -65,7 +65,7 @@ from raypo.ray_internals import (
     detect_nccl_hangs,
     has_autoscaler,
     is_driver,
-    leave_out_callbacks,
+    remove_callbacks,
     without_worker_output,
 )
 from raypo.report.verdict import learned
@@ -347,7 +347,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         # Each of these callbacks starts a process that imports ray.train, which takes seconds on a
         # small machine. They are not needed: no worker reads Ray Data, and `self._group_gc` removes
         # the placement groups of a run that was killed.
-        leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
+        remove_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
         if self._fresh:  # not before: a start that fails until here leaves the earlier run intact
             self._files.remove(self.config.model_dump(mode="json"))
@@ -413,7 +413,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         The user's `worker_runtime_env` takes precedence.
         """
-        if variables := untold_environment():
+        if variables := missing_environment():
             runtime_env = dict(self.run_config.worker_runtime_env or {})
             runtime_env["env_vars"] = {**variables, **runtime_env.get("env_vars", {})}
             self.run_config.worker_runtime_env = runtime_env
@@ -431,7 +431,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
         # trial of Ray Tune, needs a collector, because its job may outlive it.
-        return None if is_driver() else start_placement_group_gc(until=monitor)
+        return None if is_driver() else start_placement_group_gc(run_lease=monitor)
 
     def _check_folder(self) -> None:
         if self._fresh:
@@ -557,7 +557,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         nodes = alive_nodes()
         try:
-            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self.worker_resources)
+            lay_out(
+                self._recipe,
+                nodes,
+                use_gpu=self._use_gpu,
+                resources_per_worker=self.worker_resources,
+            )
         except PlacementError:
             if not has_autoscaler():
                 raise
@@ -574,12 +579,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         its own group. Unlike Ray Train, it reports which bundle waits for which resources.
         """
         group = reserve(
-            worker_bundles(self._recipe, use_gpu=self._use_gpu, each_worker=self.worker_resources),
+            worker_bundles(
+                self._recipe, use_gpu=self._use_gpu, resources_per_worker=self.worker_resources
+            ),
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
-            on_asked=lambda group: self._hold(monitor, group),
-            say=say,
+            on_requested=lambda group: self._hold(monitor, group),
+            notify=say,
         )
         remove_placement_group(group)
 
@@ -615,8 +622,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.config.name,
             logs_dir=str(self._files.logs_dir),
             use_gpu=self._use_gpu,
-            on_asked=lambda group: self._hold(monitor, group),
-            say=say,
+            on_requested=lambda group: self._hold(monitor, group),
+            notify=say,
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:

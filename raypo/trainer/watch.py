@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.train import UserCallback, WorkerGroupError
 
 from raypo.cluster.actors import is_lost_actor
-from raypo.cluster.machine import refusal
+from raypo.cluster.machine import connection_error
 from raypo.custom.errors import UserCodeError
 from raypo.metrics.process_memory import peak_memory
 from raypo.ray_internals import cause_of, failed_to_start
@@ -90,7 +90,7 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     """
     failures = 0
     while failures < FAILURES:
-        failures = 0 if refusal(address) is None else failures + 1
+        failures = 0 if connection_error(address) is None else failures + 1
         if is_over.wait(LOOK_EVERY_S):
             return
     if is_over.is_set():

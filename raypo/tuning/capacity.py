@@ -12,11 +12,11 @@ from raypo.cluster.placement import (
     Bundle,
     PlacementError,
     Resources,
+    count_group_copies,
     dedicated_bundles,
-    groups_side_by_side,
     lay_out,
     place,
-    without,
+    remaining_resources,
     worker_bundles,
 )
 from raypo.config import AnyConfig, ConfigError
@@ -88,7 +88,7 @@ def plan_sweep(
         [trial for _, trial in sweep.trials()],
         nodes,
         num_trials=sweep.num_trials,
-        at_most=at_once,
+        max_copies=at_once,
         share=sweep.share,
         use_gpu=use_gpu,
     )
@@ -133,15 +133,15 @@ def plan_trials(
     strategy = base.placement.strategy
     trial = [
         dedicated_bundles(base, use_gpu=use_gpu),
-        worker_bundles(base, use_gpu=use_gpu, each_worker=worker),
+        worker_bundles(base, use_gpu=use_gpu, resources_per_worker=worker),
     ]
     wanted = min(num_trials, at_most)
-    num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
+    num_slots = count_group_copies(trial, nodes, strategy, max_copies=wanted)
     sharing = Sharing.of(base, trials, share=share, use_gpu=use_gpu)
     if sharing.bundles:
         placed = place(sharing.bundles, nodes, strategy)
-        left = without(nodes, sharing.bundles, placed)
-        beside = groups_side_by_side(trial, left, strategy, at_most=wanted)
+        left = remaining_resources(nodes, sharing.bundles, placed)
+        beside = count_group_copies(trial, left, strategy, max_copies=wanted)
         if len(placed) < len(sharing.bundles):
             beside = 0
         if share == "auto" and beside < num_slots:

@@ -55,14 +55,14 @@ class Sharing:
         """
         if not isinstance(base, OnlineConfig):
             return cls()
-        from raypo.run.shared_services import roles_apart  # imports model code
+        from raypo.run.shared_services import roles_with_different_deployments  # imports model code
 
         roles = get_args(SharedRole) if share == "auto" else share
         wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
         apart = set[str]()
         for trial in trials:
             assert isinstance(trial, OnlineConfig), "the recipe is the base's"
-            apart |= roles_apart(trial, base)
+            apart |= roles_with_different_deployments(trial, base)
         by_kind = {
             "reference": base.references,
             "reward": base.reward_models,

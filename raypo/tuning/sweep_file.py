@@ -15,7 +15,7 @@ from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.inputs import record_inputs
-from raypo.ray_internals import tell_past
+from raypo.ray_internals import replay_past_trials
 from raypo.storage.checkpoints import newest_step
 from raypo.storage.folder import open_folder
 from raypo.storage.run_files import RunFiles
@@ -107,7 +107,7 @@ def _run(
                 last_comparison=last_comparison(trial_files(files, r.name) for r in left),
             )
             if sweep.scheduler.kind != "pbt":  # pbt compares only trials that still run
-                tell_past(scheduler, {r.name: past_reports(r, files, goal) for r in ended})
+                replay_past_trials(scheduler, {r.name: past_reports(r, files, goal) for r in ended})
             open_folder(files.location, TUNE_FOLDER).remove()
             tuner = Tuner(
                 base,

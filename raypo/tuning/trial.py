@@ -29,9 +29,9 @@ from raypo.config import AnyConfig, parse_run_config
 from raypo.config.fields import known_keys
 from raypo.config.recipe_config import RECIPES
 from raypo.config.sweep_config import with_values
-from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
-from raypo.inputs import learn_digests
-from raypo.ray_internals import run_controllers_here
+from raypo.deployment.reserve import MESSAGE_AFTER_S, Dedicated
+from raypo.inputs import add_digests
+from raypo.ray_internals import run_controllers_in_process
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.checkpoints import newest_step
 from raypo.storage.run_files import RunFiles
@@ -113,7 +113,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     assert name is not None
     run, files = setup.config(name, config), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
-    learn_digests(setup.digests)
+    add_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     rows = files.metrics()
     if is_finished(files, run):  # the driver was killed before it recorded that
@@ -167,7 +167,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
             worker_runtime_env=dict(setup.worker_runtime_env),
         )
         super().__init__(config, run_config=run_config, **setup.arguments)
-        run_controllers_here(self)
+        run_controllers_in_process(self)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
         runtime = super()._runtime(monitor, dedicated)
@@ -186,7 +186,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
             take_turn = self._group_gc.take_turn
             began, is_said = time.monotonic(), False
             while reserves := ray.get(take_turn.remote(self.config.name, monitor)):
-                if time.monotonic() - began > SAY_AFTER_S and not is_said:
+                if time.monotonic() - began > MESSAGE_AFTER_S and not is_said:
                     is_said = True
                     say(f"waiting until {reserves} has reserved its resources and started")
                 time.sleep(TURN_S)

@@ -33,9 +33,9 @@ from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_config
 from raypo.config.base import flatten
 from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, with_values
-from raypo.inputs import known_digests, record_inputs
+from raypo.inputs import cached_digests, record_inputs
 from raypo.metrics.catalogue import HEADLINES, METRICS, doubt_about
-from raypo.ray_internals import mode_of, resume_experiment, with_runs
+from raypo.ray_internals import mode_of, replace_results, resume_experiment
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
@@ -209,7 +209,7 @@ class Tuner:
                 results = self.run(plan, board, interruption)
             finally:
                 board.close()
-            return with_runs(results, self._result)
+            return replace_results(results, self._result)
 
     def run(
         self,
@@ -278,7 +278,7 @@ class Tuner:
     def _plan(self) -> SweepPlan:
         trainer, base, nodes = self._trainer, self._base, alive_nodes()
         use_gpu, worker = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
-        lay_out(base, nodes, use_gpu=use_gpu, each_worker=worker)
+        lay_out(base, nodes, use_gpu=use_gpu, resources_per_worker=worker)
         plan = plan_trials(
             base,
             self.trials,
@@ -318,7 +318,7 @@ class Tuner:
             working_dir=os.getcwd(),
             goal=goal,
             is_population=isinstance(self._tune_config.scheduler, PopulationBasedTraining),
-            digests=known_digests(),
+            digests=cached_digests(),
             arguments=trainer.arguments_of_trials,
             train_callbacks=tuple(trainer.run_config.callbacks or ()),
             worker_runtime_env=dict(trainer.run_config.worker_runtime_env or {}),

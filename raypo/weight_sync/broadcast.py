@@ -22,7 +22,7 @@ from raypo.weights.messages import CUMEM, Backend, BroadcastBucket, Rendezvous
 class BroadcastTransport(Transport):
     """Broadcast with NCCL to engines on their own GPUs, or with gloo if there are no GPUs.
 
-    If a receiver died, restarted or joined, the next push forms a new group. The weights are not
+    If a receiver dies, restarts or is added, the next push forms a new group. The weights are not
     stored: a restarted engine gets them with the next push.
     """
 
@@ -41,8 +41,8 @@ class BroadcastTransport(Transport):
         Args:
             backend: nccl for GPUs, gloo for CPUs.
             device: Device of this process, on which buckets are filled.
-            host: Address of this node that engines can reach.
-            timeout_s: Time limit in seconds, both for joining and for the broadcast of one bucket.
+            host: Address of this node, which engines must be able to reach.
+            timeout_s: Timeout in seconds, both for joining and for the broadcast of one bucket.
             in_flight: See `PushStart.in_flight`.
             bucket_bytes: Size of a bucket in bytes.
         """
@@ -56,25 +56,28 @@ class BroadcastTransport(Transport):
     def buckets(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
     ) -> Iterator[BroadcastBucket]:
-        """Yield the buckets (see `Transport.buckets`). Once engines expect one, broadcast it."""
+        """Yield the buckets, and broadcast each one when the engines expect it.
+
+        See `Transport.buckets`.
+        """
         if workers.rank != 0:
             return
         try:
-            with session.preferring_engine_errors():
-                group = self._group_of(session)
+            with session.prefer_engine_errors():
+                group = self._ensure_group(session)
                 for staged in stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device):
                     yield BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
                     group.broadcast(staged.flat, has_failed=lambda: bool(session.failures()))
-                    session.settle()
+                    session.wait_for_replies()
         except BaseException:
             self._leave()
             raise
 
-    def _group_of(self, session: PushSession) -> Group:
-        """Return the current group if all engines are in it, else form a new one."""
+    def _ensure_group(self, session: PushSession) -> Group:
+        """Return the current group if all engines are in it, otherwise form a new group."""
         size = 1 + sum(engine.num_workers for engine in session.ready)
-        is_whole = all(engine.epoch == self._epoch for engine in session.ready)
-        if self._group is not None and self._group.rendezvous.size == size and is_whole:
+        all_in_group = all(engine.epoch == self._epoch for engine in session.ready)
+        if self._group is not None and self._group.rendezvous.size == size and all_in_group:
             return self._group
         if self._backend == "nccl":
             check_cumem(os.environ.get(CUMEM), [engine.cumem for engine in session.ready])
@@ -86,7 +89,7 @@ class BroadcastTransport(Transport):
         )
         session.call(Engine.join_group, rendezvous)
         self._group = Group(rendezvous, rank=0, store=store, device=self._device)
-        session.settle()
+        session.wait_for_replies()
         return self._group
 
     def _leave(self) -> None:
@@ -96,16 +99,16 @@ class BroadcastTransport(Transport):
 
 
 def check_cumem(learner: str | None, engines: Sequence[str | None]) -> None:
-    """Refuse a group in which `NCCL_CUMEM_ENABLE` differs. NCCL would wait for ever, or crash.
+    """Check that all members agree on `NCCL_CUMEM_ENABLE`. Otherwise NCCL would hang or crash.
 
     Raises:
-        WeightError: an engine has another value than this learner worker.
+        WeightError: the value of an engine differs from the value of this learner worker.
     """
-    for number, value in enumerate(engines):
+    for index, value in enumerate(engines):
         if value != learner:
             raise WeightError(
                 f"{CUMEM} ({learner or 'unset'} in the learner, {value or 'unset'} in engine "
-                f"{number}): all members of an NCCL group need the same value. Set it in the "
+                f"{index}): all members of an NCCL group need the same value. Set it in the "
                 "environment in which the Ray cluster starts, or set rollout.engine.transport to "
                 "object."
             )

@@ -1,4 +1,4 @@
-"""Weight transport within a GPU: engines read the learner's bucket through a CUDA IPC handle."""
+"""Weight transport within a GPU: engines read the learner's buckets through CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.weight_sync.transport import PushSession, Transport, all_or_none
+from raypo.weight_sync.transport import PushSession, Transport, fail_together
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
@@ -17,11 +17,11 @@ from raypo.weights.messages import CudaHandle, IpcBucket, device_uuid
 
 
 class IpcTransport(Transport):
-    """Copy within each GPU, for engines that share the GPUs of the learner workers.
+    """Copy within each GPU, for engines that share GPUs with the learner workers.
 
-    Every learner worker stages the same buckets on its own GPU. Each worker of an engine reads the
-    bucket that lies on its GPU. The weights are not stored: a restarted engine gets them with
-    the next push.
+    Every learner worker stages the same buckets on its GPU. Each worker of an engine reads the
+    bucket on its own GPU. The weights are not stored: a restarted engine gets them with the next
+    push.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class IpcTransport(Transport):
     def buckets(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
     ) -> Iterator[IpcBucket]:
-        """Yield the buckets (see `Transport.buckets`). One is refilled once all have read it.
+        """Yield the buckets. A bucket is refilled after all engines have read it.
+
+        See `Transport.buckets`.
 
         Raises:
             WeightError: an engine's GPU has no learner worker.
@@ -53,18 +55,18 @@ class IpcTransport(Transport):
             )
         buckets = stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device)
         while True:
-            with all_or_none(workers):
+            with fail_together(workers):
                 staged = next(buckets, None)
                 torch.cuda.synchronize(self._device)
-                # Make a handle only if an engine will read it: CUDA keeps the memory of a handle
-                # until a process has opened and closed it.
+                # Create a handle only if an engine will read it: CUDA does not free the memory of a
+                # handle until a process has opened and closed it.
                 handle = CudaHandle.of(staged.flat) if staged and uuid in readers else None
             if staged is None:
                 torch.cuda.ipc_collect()
                 return
-            of_gpus = workers.gather((uuid, handle))
+            uuids_and_handles = workers.gather((uuid, handle))
             if workers.rank == 0:
-                handles = {gpu: handle for gpu, handle in of_gpus if handle is not None}
+                handles = {gpu: handle for gpu, handle in uuids_and_handles if handle is not None}
                 yield IpcBucket(handles, staged.entries)
-            with all_or_none(workers):
-                session.settle()
+            with fail_together(workers):
+                session.wait_for_replies()

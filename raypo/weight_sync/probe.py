@@ -1,4 +1,4 @@
-"""Probe of a push: engines and learner must give similar log-probs to the same tokens.
+"""Probe of a push: engines and learner must assign similar log-probs to the same tokens.
 
 Notation: B probe responses, T response tokens.
 """
@@ -24,36 +24,36 @@ from raypo.types import Example, Experience, Prompt
 from raypo.weights.manifest import WeightError
 
 NUM_PROBES = 2
-"""Number of prompts in a probe: the first ones of a run."""
+"""Number of prompts in a probe. They are the first prompts of the run."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
-"""Number of tokens taken from the end of each prompt, and number of response tokens to sample."""
+"""Number of tokens used from the end of each prompt, and number of sampled response tokens."""
 PRIORITY = -1
-"""Priority of probes: they go before training requests, because the push is blocked on them."""
+"""Priority of probes. They precede training requests, because the push is blocked on them."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest gap between the log-probs of engine and learner that rounding can explain."""
+    """Upper bound of the log-prob gap between engine and learner that rounding can cause."""
 
     statistic: Literal["max", "mean"]
-    """max compares the worst token of a probe, mean its average token."""
+    """Statistic to which the bound applies: the maximum or mean over the tokens of a probe."""
     nats: float
-    """The bound, in nats per token."""
+    """Upper bound in nats per token."""
 
 
 def probe_bound(dtype: str, *, on_gpu: bool, quantized: bool = False) -> Bound:
-    """Return the largest allowed gap. If the weights differ, the gap is 0.7 nats or more."""
+    """Return the maximum allowed gap. Different weights cause a gap of at least 0.7 nats."""
     # FP8 has 3 bits of mantissa: the measured mean gap of SmolLM2-135M was 0.23 with weights, 0.17
     # with keys and 0.29 with both in FP8, and 0.05 without.
     if quantized:
         return Bound("mean", 0.5)
-    # bfloat16 has 7 bits of mantissa, and engine and learner round in different places. The
+    # bfloat16 has 7 bits of mantissa, and engine and learner round at different points. The
     # measured mean gap was 0.07.
     if dtype == "bfloat16":
         return Bound("mean", 0.15)
-    # In float32 on CPU, engine and learner compute alike. On a GPU vLLM multiplies float32 in TF32
-    # (10 bits): the measured mean gap on an H100 was 0.0035, and 0.03 leaves room for deeper
-    # models.
+    # In float32 on CPUs, engine and learner compute almost the same values. On a GPU, vLLM
+    # multiplies float32 in TF32 (10 bits). The measured mean gap on an H100 was 0.0035, and 0.03
+    # leaves a margin for deeper models.
     return Bound("mean", 0.03) if on_gpu else Bound("max", 1e-3)
 
 
@@ -67,7 +67,7 @@ class ProbedLearner(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts on which the log-probs of engine and learner are compared after every push."""
+    """Prompts for comparing the log-probs of engine and learner after every push."""
 
     prompts: Sequence[np.ndarray]  # int32 [P] each
     max_new_tokens: int
@@ -75,11 +75,11 @@ class Probe:
     dtype: str
     seed: int
     adapter: str | None = None
-    """Name of the adapter to sample with. None means the engines' own weights."""
+    """Name of the adapter to sample with. None means that no adapter is used."""
     quantized: bool = False
-    """True if the engines' weights, or their keys and values, are quantised."""
-    joins: bool = False
-    """True if the probe joins the engines' running batches. False makes it an exclusive batch."""
+    """True if the engines' weights or KV cache are quantised."""
+    joins_running_batches: bool = False
+    """True if the probe joins the engines' running batches. False means an exclusive batch."""
 
     @classmethod
     def of(
@@ -89,9 +89,17 @@ class Probe:
         *,
         temperature: float,
         adapter: str | None = None,
-        joins: bool = False,
+        joins_running_batches: bool = False,
     ) -> Probe:
-        """Return the probe of a run: its first prompts, at the learner's temperature."""
+        """Return the probe of a run.
+
+        Args:
+            prompts: The run's prompts, of which the first `NUM_PROBES` are used.
+            config: The run's config.
+            temperature: Temperature at which the learner computes log-probs.
+            adapter: See `Probe.adapter`.
+            joins_running_batches: See `Probe.joins_running_batches`.
+        """
         return cls(
             prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROBES)],
             max_new_tokens=config.rollout.max_new_tokens,
@@ -100,28 +108,30 @@ class Probe:
             seed=config.seed,
             adapter=adapter,
             quantized=config.rollout.engine.low_precision is not None,
-            joins=joins,
+            joins_running_batches=joins_running_batches,
         )
 
     def requests(self, version: int) -> list[SamplingRequest]:
-        """Return the sampling requests of the probe. Their seeds depend on the version."""
+        """Return the probe's sampling requests, with seeds that depend on the version."""
         return [
             SamplingRequest(
                 prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
                 max_new_tokens=min(PROBE_TOKENS, self.max_new_tokens),
                 temperature=self.temperature,
-                seed=(self.seed + 7919 * version + number) % 2**31,
+                seed=(self.seed + 7919 * version + index) % 2**31,
                 adapter=self.adapter,
                 priority=PRIORITY,
             )
-            for number, ids in enumerate(self.prompts)
+            for index, ids in enumerate(self.prompts)
         ]
 
 
 def try_probe(
     learner: ProbedLearner, engine: EngineClient, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
-    """Compare the log-probs of all engines with the learner's. All workers call it together.
+    """Compare the log-probs of all engines with the learner's log-probs.
+
+    All workers call this function together.
 
     Returns:
         `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, in nats per token.
@@ -131,8 +141,10 @@ def try_probe(
     """
     sampled: list[Completion] | None = None
     if workers.rank == 0:
-        of_engines = engine.sample_on_all(probe.requests(version), alone=not probe.joins)
-        sampled = [completion for batch in of_engines for completion in batch]
+        completions_by_engine = engine.sample_on_all(
+            probe.requests(version), alone=not probe.joins_running_batches
+        )
+        sampled = [completion for batch in completions_by_engine for completion in batch]
     completions: list[Completion] = workers.broadcast(sampled)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)
@@ -147,11 +159,11 @@ def try_probe(
         "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
     }
     bound = probe_bound(probe.dtype, on_gpu=torch.cuda.is_available(), quantized=probe.quantized)
-    measured = metrics[f"mismatch/probe_gap_{bound.statistic}"]
-    if not measured <= bound.nats:
+    gap_in_nats = metrics[f"mismatch/probe_gap_{bound.statistic}"]
+    if not gap_in_nats <= bound.nats:
         raise WeightError(
             f"Push of version {version}: engine and learner give other log-probs to the same "
-            f"tokens ({measured:.2g} nats apart, at most {bound.nats:g} is allowed in "
+            f"tokens ({gap_in_nats:.2g} nats apart, at most {bound.nats:g} is allowed in "
             f"{probe.dtype}). The engine does not hold the learner's weights, or computes a "
             "different model; look at rollout.engine.extra."
         )

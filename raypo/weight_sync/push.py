@@ -1,7 +1,7 @@
-"""Open the transport of a run's pushes, and push a LoRA adapter.
+"""Open the transport for a run's weight pushes, and push a LoRA adapter.
 
-Concurrency. All learner workers call `push_adapter` together. Rank 0 calls the engines; the others
-take part in gathering the tensors.
+Concurrency. All learner workers call `push_adapter` together. Rank 0 calls the engines. The other
+ranks only take part in gathering the tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class AdaptedLearner(Protocol):
     """A learner whose LoRA adapter can be pushed."""
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
-        """Return the current adapter on rank 0, and None on other ranks. All workers call it."""
+        """Return the current adapter on rank 0, None elsewhere. All workers call it together."""
         ...
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base weights, without the adapter; all workers iterate together."""
+        """Yield the base weights, without the adapter. All workers iterate together."""
         ...
 
 
@@ -42,29 +42,29 @@ def open_transport(
     *,
     colocated: bool,
     share_gpus: bool = False,
-    keeps: bool = False,
+    keep_for_restarts: bool = False,
     in_flight: InFlight | None = None,
 ) -> Transport:
     """Return the transport of `rollout.engine.transport` on this learner worker.
 
     Args:
         section: The section `rollout.engine` of the config.
-        colocated: Whether the engines are on the learner workers' devices.
+        colocated: Whether the engines run on the learner workers' devices.
         share_gpus: Whether several engines share a GPU.
-        keeps: Whether the weights are pushed once, and must stay available for engines that
-            restart later.
+        keep_for_restarts: Whether the weights are pushed only once, and must stay available for
+            engines that restart later.
         in_flight: Policy for requests in flight during a push. None means that there are none.
 
     Raises:
-        ConfigError: the configured transport does not work here.
+        ConfigError: the configured transport cannot be used here.
     """
-    if keeps and section.transport not in ("auto", "object"):
+    if keep_for_restarts and section.transport not in ("auto", "object"):
         raise ConfigError(
             f"rollout.engine.transport ({section.transport}): keeps no weights for engines that "
             "start later, but model.lora.push: adapter sends the base model only once. Set "
             "rollout.engine.transport to auto or object, or model.lora.push to merged."
         )
-    if keeps:
+    if keep_for_restarts:
         return ObjectTransport(in_flight=in_flight)
     kind = section.resolved_transport(
         colocated=colocated, use_gpu=torch.cuda.is_available(), share_gpus=share_gpus
@@ -102,22 +102,29 @@ def push_adapter(
         engine: The engines.
         name: Name of the adapter on the engines.
         version: Version of the adapter.
-        transport: Sends the base weights. Its store keeps both pushes for restarted engines.
-        engines_have_base: Whether every engine loads the base weights by itself.
+        transport: Transport that sends the base weights. Its store keeps the base weights and the
+            adapter for restarted engines.
+        engines_have_base: Whether every engine loads the base weights on its own.
         workers: The workers that train the policy.
 
     Raises:
         WeightError: see `Transport.push`.
     """
-    # Push the base weights before the first adapter. Push them again if the actor that stored them
-    # was lost, because engines may have been lost with it.
-    base = transport.kept
-    if not engines_have_base and workers.broadcast(base is None or base.fetch() is None):
+    # Push the base weights before the first adapter. Push them again if the store actor was lost,
+    # because engines may have been lost with it.
+    base_snapshot = transport.last_push
+    if not engines_have_base and workers.broadcast(
+        base_snapshot is None or base_snapshot.fetch() is None
+    ):
         transport.push(learner.base_weights, engine, version=version, workers=workers)
     push = learner.adapter_push(name, version)
     if push is not None:
-        adapter = transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name)
-        required = (adapter,) if transport.kept is None else (transport.kept, adapter)
-        # Engines that are down load the adapter before their next request.
-        survivors(engine.handle.control(Engine.hold, *required, in_flight=transport.in_flight))
-        engine.require(*required)
+        adapter_snapshot = transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name)
+        snapshots = (
+            (adapter_snapshot,)
+            if transport.last_push is None
+            else (transport.last_push, adapter_snapshot)
+        )
+        # Engines that are down now load the adapter before their next request.
+        survivors(engine.handle.control(Engine.hold, *snapshots, in_flight=transport.in_flight))
+        engine.require(*snapshots)

@@ -1,1 +1,1 @@
-"""Messages and data of a weight push: buckets, manifests and broadcast groups."""
+"""Data types and messages of a weight push: buckets, manifests and broadcast groups."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter as it is pushed to engines: the contents of peft's two files, as plain data."""
+"""LoRA adapter in the form that is pushed to engines: the contents of peft's two files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdapterPush:
-    """One version of one adapter."""
+    """One version of a LoRA adapter, as plain data."""
 
     name: str
-    """Name of the run or trial that trains it."""
+    """Name of the run or trial that trains the adapter."""
     version: int
     config: Mapping[str, Any]
     """Content of adapter_config.json."""
@@ -29,7 +29,14 @@ class AdapterPush:
     def of(
         cls, name: str, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AdapterPush:
-        """Return the push of an adapter's tensors, which have peft's names."""
+        """Serialize an adapter.
+
+        Args:
+            name: Name of the run or trial.
+            version: Version of the adapter.
+            config: Content of adapter_config.json.
+            tensors: The adapter's tensors, by peft's names.
+        """
         data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
         return cls(name, version, config, data, zlib.crc32(data))
 

@@ -1,4 +1,4 @@
-"""Size of a bucket. Without torch, for `raypo plan`."""
+"""Size of a bucket. `raypo plan` imports this module, so it must not import torch."""
 
 BUCKET_BYTES = 256 * 1024**2
-"""Bytes of weights in a bucket of a push."""
+"""Default size of a push's buckets, in bytes."""

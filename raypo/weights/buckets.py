@@ -1,4 +1,4 @@
-"""Buckets: many named tensors packed into few byte arrays, readable without a copy."""
+"""Buckets: named tensors, packed into a few byte arrays that can be read without a copy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from raypo.weights.manifest import TensorSpec, WeightError, checksums
 
 ALIGNMENT = 64
-"""Alignment of tensors in a bucket, in bytes, so that each can be viewed in its own dtype."""
+"""Alignment of the tensors in a bucket, in bytes. Any dtype can be viewed at this alignment."""
 
 Entries = tuple[tuple[TensorSpec, int], ...]
-"""Tensors of a bucket, each with the offset of its first byte."""
+"""Specs of the tensors in a bucket, each with the tensor's offset in bytes."""
 
 Specs = tuple[TensorSpec, ...]
 
 
-class WithEntries:
-    """Base of the buckets whose tensors lie in one flat tensor."""
+class FlatBucket:
+    """Base class of buckets whose tensors are stored in one flat tensor."""
 
     entries: Entries
 
@@ -33,8 +33,8 @@ class WithEntries:
 
 
 @dataclass(frozen=True)
-class Staged(WithEntries):
-    """A bucket as one flat tensor, on the device of the transport."""
+class StagedBucket(FlatBucket):
+    """Bucket as one flat tensor on the transport's device."""
 
     flat: Tensor  # uint8 [bytes]
     entries: Entries
@@ -47,7 +47,7 @@ class Staged(WithEntries):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket in host memory, with one byte array for each tensor."""
+    """Bucket in host memory, with one byte array per tensor."""
 
     arrays: tuple[np.ndarray, ...]  # uint8 [bytes] each
     specs: Specs
@@ -63,15 +63,16 @@ def stage(
     *,
     bucket_bytes: int,
     device: torch.device | str = "cpu",
-) -> Iterator[Staged]:
+) -> Iterator[StagedBucket]:
     """Pack tensors into buckets of at most `bucket_bytes`; larger tensors get their own bucket.
 
-    Each tensor is copied before the next one is requested, so gathered ZeRO-3 tensors may be freed
-    as the iterator moves on. All buckets reuse the same memory, so the caller must be done with a
-    bucket before it requests the next.
+    Each tensor is copied before the next one is requested, so `named_tensors` may free a gathered
+    ZeRO-3 tensor when it advances. All buckets reuse the same memory: the caller must finish with a
+    bucket before it requests the next one.
 
     Args:
-        named_tensors: Tensors on any device, of any layout. Names are unique over the whole push.
+        named_tensors: Tensors on any device and in any layout, with names that are unique in the
+            push.
         bucket_bytes: Size of a bucket in bytes.
         device: Device of the buckets.
 
@@ -79,37 +80,37 @@ def stage(
         ValueError: `bucket_bytes` is not positive.
     """
     _require_positive(bucket_bytes)
-    # The OS allocates a page when it is first written, so a small model uses little of this buffer.
+    # The OS allocates a page at the first write, so a small model uses little of this buffer.
     flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-    used, filled = 0, list[tuple[str, Tensor, int]]()  # name, view of the bucket, first byte
+    end, packed = 0, list[tuple[str, Tensor, int]]()  # name, view of the bucket, first byte
     for name, tensor in named_tensors:
-        offset = -(-used // ALIGNMENT) * ALIGNMENT
-        if filled and offset + tensor.nbytes > bucket_bytes:
-            yield _staged(flat[:used], filled)
-            offset, filled = 0, []
-        used = offset + tensor.nbytes
-        if used > len(flat):  # one tensor larger than a bucket
-            flat = torch.empty(used, dtype=torch.uint8, device=device)
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if packed and offset + tensor.nbytes > bucket_bytes:
+            yield _to_staged_bucket(flat[:end], packed)
+            offset, packed = 0, []
+        end = offset + tensor.nbytes
+        if end > len(flat):  # the tensor is larger than a bucket
+            flat = torch.empty(end, dtype=torch.uint8, device=device)
         with torch.no_grad():
-            view = flat[offset:used].view(tensor.dtype).view(tensor.shape)
+            view = flat[offset:end].view(tensor.dtype).view(tensor.shape)
             view.copy_(tensor)
-        filled.append((name, view, offset))
-    if filled:
-        yield _staged(flat[:used], filled)
+        packed.append((name, view, offset))
+    if packed:
+        yield _to_staged_bucket(flat[:end], packed)
 
 
-def _staged(flat: Tensor, filled: list[tuple[str, Tensor, int]]) -> Staged:
-    sums = checksums([flat[offset : offset + view.nbytes] for _, view, offset in filled])
-    specs = specs_of([(name, view) for name, view, _ in filled], sums)
-    return Staged(flat, tuple(zip(specs, (offset for _, _, offset in filled), strict=True)))
+def _to_staged_bucket(flat: Tensor, packed: list[tuple[str, Tensor, int]]) -> StagedBucket:
+    sums = checksums([flat[offset : offset + view.nbytes] for _, view, offset in packed])
+    specs = specs_of([(name, view) for name, view, _ in packed], sums)
+    return StagedBucket(flat, tuple(zip(specs, (offset for _, _, offset in packed), strict=True)))
 
 
-def grouped(
+def group_by_size(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Split tensors into groups of at most `bucket_bytes`, without a copy.
 
-    A tensor that is larger gets its own group.
+    A larger tensor gets its own group.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -128,28 +129,28 @@ def grouped(
 
 
 def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
-    """Return the specs of some tensors, given their checksums."""
+    """Return the specs of named tensors with these checksums."""
     return tuple(
         TensorSpec.of(name, tensor, checksum)
         for (name, tensor), checksum in zip(group, sums, strict=True)
     )
 
 
-def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
+def unpack(bucket: Bucket | StagedBucket, *, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a bucket as views of its bytes. Callers must not write to the views.
 
     Args:
-        bucket: The bucket, possibly in read-only memory of the Ray object store. The views keep it
-            alive.
-        verify: Whether to compare all checksums before the first tensor is yielded.
+        bucket: The bucket, possibly in read-only memory of Ray's object store. The views keep this
+            memory alive.
+        verify: Whether to verify all checksums before the first tensor is yielded.
 
     Raises:
         WeightError: a checksum does not match.
     """
     parts = bucket.parts
     if verify:
-        for spec, arrived in zip(bucket.specs, checksums(parts), strict=True):
-            if arrived != spec.checksum:
+        for spec, checksum in zip(bucket.specs, checksums(parts), strict=True):
+            if checksum != spec.checksum:
                 raise WeightError(
                     f"{spec.name}: the bytes that arrived do not have the checksum that was "
                     "sent. Push the weights again; if it happens again, the machine's memory "
@@ -160,7 +161,7 @@ def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[s
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes in row-major order, uint8 [bytes] on the CPU; a view if possible."""
+    """Return a tensor's bytes in row-major order, uint8 [bytes] on the CPU. A view if possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -168,7 +169,7 @@ def as_tensor(data: np.ndarray) -> Tensor:
     """Return an array as a tensor, uint8 [bytes], without a copy."""
     if data.size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():  # torch has no read-only tensors
+    with warnings.catch_warnings():  # torch warns because it has no read-only tensors
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
 

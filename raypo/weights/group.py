@@ -1,4 +1,4 @@
-"""Process group of a broadcast: learner rank 0 and the workers of the engines."""
+"""Process group for broadcasting weights: learner rank 0 and the engines' workers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from raypo.concurrency import daemon_future
-from raypo.weights.buckets import Staged
+from raypo.weights.buckets import StagedBucket
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import BroadcastBucket, Rendezvous
 
 POLL_S = 0.001
+"""Interval in seconds at which an unfinished broadcast is polled."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLLS_BETWEEN_CHECKS = 50
-"""Number of polls of the broadcast between two checks of the receivers' replies."""
+"""Number of polls between two checks for failed receivers."""
 
 
 class Group:
-    """One process's membership in a broadcast group."""
+    """Membership of this process in a broadcast group."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, store: Any, device: Any) -> None:
         """Join the group, and wait until all other members have joined.
 
         Raises:
-            WeightError: not all processes joined in time.
+            WeightError: a process did not join in time.
         """
         self.rendezvous, self.device = rendezvous, torch.device(device)
-        self._store = store  # lives as long as the group
+        self._store = store  # the store must live as long as the group
         try:
             self._backend: Any = _backend(rendezvous, rank, store, self.device)
         except RuntimeError as error:
@@ -53,11 +54,11 @@ class Group:
         rank = store.add(_key(rendezvous, "joined"), 1)
         return cls(rendezvous, rank=rank, store=store, device=device)
 
-    def receive(self, bucket: BroadcastBucket) -> Staged:
+    def receive(self, bucket: BroadcastBucket) -> StagedBucket:
         """Receive a bucket into new memory.
 
         Raises:
-            WeightError: see `broadcast`; or the bucket belongs to another group.
+            WeightError: the bucket belongs to another group, or the broadcast failed (`broadcast`).
         """
         if bucket.epoch != self.rendezvous.epoch:
             raise WeightError(
@@ -66,26 +67,26 @@ class Group:
             )
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
         self.broadcast(flat, has_failed=lambda: False)
-        return Staged(flat, bucket.entries)
+        return StagedBucket(flat, bucket.entries)
 
     def leave(self) -> None:
-        """Abort the current operation and close all connections; safe to call in any state."""
+        """Abort the current operation and close all connections. Safe to call in any state."""
         self._backend.abort()
 
     def broadcast(self, flat: Tensor, *, has_failed: Callable[[], bool]) -> None:
-        """Broadcast a bucket from rank 0 to all others.
+        """Broadcast a bucket from rank 0 to all other members.
 
         Args:
-            flat: uint8 [bytes] on this group's device.
-            has_failed: Function that returns True if a receiver has failed. Polled during the
+            flat: Bytes of the bucket, uint8 [bytes], on the group's device.
+            has_failed: Function that returns True if a receiver has failed. It is polled during the
                 broadcast.
 
         Raises:
-            WeightError: a member is gone, or the broadcast took too long. The group cannot be used
-                any more.
+            WeightError: a member was lost, or the broadcast timed out. The group can no longer be
+                used.
         """
-        limit = self.rendezvous.timeout_s
-        deadline = time.monotonic() + limit
+        timeout_s = self.rendezvous.timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             work = self._backend.broadcast(flat, 0)
             for poll in itertools.count(1):
@@ -94,14 +95,14 @@ class Group:
                 if poll % POLLS_BETWEEN_CHECKS == 0 and has_failed():
                     raise WeightError("a receiver gave up.")
                 if time.monotonic() > deadline:
-                    raise WeightError(f"time-out: not done in {limit:g} s.")
+                    raise WeightError(f"time-out: not done in {timeout_s:g} s.")
                 time.sleep(POLL_S)
             work.wait()
             is_nccl = self.rendezvous.backend == "nccl"
             state = self._backend.get_error().name if is_nccl else "SUCCESS"
-            if state != "SUCCESS":  # NCCL reports work with a lost peer as completed
+            if state != "SUCCESS":  # after the loss of a peer, NCCL reports its work as completed
                 raise WeightError(f"NCCL: {state}.")
-        except RuntimeError as error:  # a WeightError, too
+        except RuntimeError as error:  # includes WeightError
             self.leave()
             raise WeightError(
                 f"broadcast group {self.rendezvous.epoch} ({self.rendezvous.backend}): {error} "
@@ -117,7 +118,7 @@ _REMEDY = (
 
 
 def group_store(host: str, port: int, timeout_s: float, *, is_host: bool) -> Any:
-    """Open the store through which the members of a group find one another."""
+    """Open the store through which the members of a group find each other."""
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host,
         port,
@@ -132,47 +133,47 @@ def _key(rendezvous: Rendezvous, name: str) -> str:
 
 
 def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device) -> Any:
-    """Create a process group that is independent of torch.distributed's default group."""
-    prefixed = PrefixStore(_key(rendezvous, rendezvous.backend), store)
-    limit = timedelta(seconds=rendezvous.timeout_s)
+    """Create a process group that is independent of torch.distributed's default process group."""
+    prefixed_store = PrefixStore(_key(rendezvous, rendezvous.backend), store)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, limit)
+        return dist.ProcessGroupGloo(prefixed_store, rank, rendezvous.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 4 * limit  # NCCL's watchdog would kill the process: time out before it
-    with _reporting_lost_peers():
-        backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
+    options._timeout = 4 * timeout  # NCCL's watchdog kills the process, so time out first
+    with _report_lost_peers():
+        backend = dist.ProcessGroupNCCL(prefixed_store, rank, rendezvous.size, options)
     connect(backend, device, rendezvous.timeout_s)
     return backend
 
 
 @contextmanager
-def _reporting_lost_peers() -> Iterator[None]:
+def _report_lost_peers() -> Iterator[None]:
     """Make groups that are created in this context report a lost peer as an error.
 
-    With Ray Train's value of `ERROR_HANDLING`, NCCL would end the learner's process instead.
+    With the value that Ray Train sets for `ERROR_HANDLING`, NCCL would kill the learner's process.
     """
-    before = os.environ.get(ERROR_HANDLING)
+    previous = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[ERROR_HANDLING]
         else:
-            os.environ[ERROR_HANDLING] = before
+            os.environ[ERROR_HANDLING] = previous
 
 
 def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
-    """Make NCCL connect to all members now. NCCL itself has no time limit for this.
+    """Make NCCL connect to all members now. NCCL itself has no timeout for this.
 
     Raises:
         RuntimeError: a member did not connect in time, or NCCL raised an error.
     """
-    connected = daemon_future(
+    connection = daemon_future(
         lambda: backend.eager_connect_single_device(device), name="raypo-nccl"
     )
     try:
-        connected.result(timeout_s)
+        connection.result(timeout_s)
     except TimeoutError:
-        Thread(target=backend.abort, daemon=True).start()  # abort may wait for `connected`
+        Thread(target=backend.abort, daemon=True).start()  # abort may wait for `connection`
         raise RuntimeError("a member did not connect") from None

@@ -1,4 +1,4 @@
-"""Manifest of a weight push: names, shapes, dtypes and checksums of its tensors, as plain data."""
+"""Manifest of a weight push: the name, shape, dtype and checksum of each tensor."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""Threads that compute checksums. A single thread does not use the whole memory bandwidth."""
+"""Number of threads that compute checksums. One thread does not use the full memory bandwidth."""
 
 
 class WeightError(RuntimeError):
-    """Weights that arrived differ from those that were sent, or do not belong to the model."""
+    """The received weights differ from the sent weights, or do not fit the model."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a push."""
+    """Specification of one tensor of a push."""
 
     name: str
     """Name in the Hugging Face `state_dict`."""
@@ -34,7 +34,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, checksum: int) -> TensorSpec:
-        """Return the spec of a tensor, given its checksum."""
+        """Return the spec of a tensor with this checksum."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name, tuple(tensor.shape), dtype, checksum)
 
@@ -46,29 +46,30 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of one weight version, in the order they were sent."""
+    """Specs of all tensors of a weight version, in the order in which they were sent."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[TensorSpec]) -> Manifest:
-        """Return a manifest, after checking that its names are unique.
+        """Return the manifest of these tensors, whose names must be unique.
 
         Raises:
             WeightError: a name occurs twice.
         """
         tensors = tuple(tensors)
         counts = Counter(tensor.name for tensor in tensors)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
+        duplicates = sorted(name for name, count in counts.items() if count > 1)
+        if duplicates:
             raise WeightError(
-                f"a push may contain each tensor only once; these occur twice: {', '.join(twice)}."
+                "a push may contain each tensor only once; these occur twice: "
+                f"{', '.join(duplicates)}."
             )
         return cls(version, tensors)
 
     def differences(self, other: Manifest) -> list[str]:
-        """Return a readable line for each difference: missing, unknown or changed in `other`."""
+        """Return a readable line for each tensor that is missing, unknown or changed in `other`."""
         lines = []
         if self.version != other.version:
             lines.append(f"version: {self.version} -> {other.version}")
@@ -78,9 +79,12 @@ class Manifest:
         lines += [f"{name}: unknown" for name in arrived if name not in sent]
         for name in (name for name in sent if name in arrived):
             for field in ("shape", "dtype", "checksum"):
-                before, after = getattr(sent[name], field), getattr(arrived[name], field)
-                if before != after:
-                    lines.append(f"{name}: {field} {before} -> {after}")
+                sent_value, arrived_value = (
+                    getattr(sent[name], field),
+                    getattr(arrived[name], field),
+                )
+                if sent_value != arrived_value:
+                    lines.append(f"{name}: {field} {sent_value} -> {arrived_value}")
         return lines
 
 
@@ -88,7 +92,7 @@ def checksums(parts: Sequence[Tensor]) -> list[int]:
     """Return a checksum of each tensor's bytes.
 
     In host memory, the checksum is a 64-bit xxHash. On a GPU, it is a sum of 64-bit words
-    (`word_sum`). Each word is multiplied by an odd number that depends on its position, so a
+    (`word_sum`). Each word is multiplied by an odd number that depends on its position, so that a
     changed word or two swapped words change the sum. Both sides of a push use the same kind.
 
     Args:
@@ -105,7 +109,7 @@ def _xxhash(part: Tensor) -> int:
 
 
 def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
-    """Return the sum of a tensor's 64-bit words, weighted by position, modulo 2**64.
+    """Return the position-weighted sum of a tensor's 64-bit words, modulo 2**64.
 
     Args:
         part: uint8 [bytes], aligned to 8 bytes.
@@ -120,12 +124,12 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
         words = part[8 * start : 8 * min(start + chunk_words, num_words)].view(torch.int64)
         position = torch.arange(start, start + len(words), device=part.device)
         total += (words * (2 * position + 1)).sum()
-    rest = part[8 * num_words :].to(torch.int64)
-    position = torch.arange(num_words, num_words + len(rest), device=part.device)
-    return total + (rest * (2 * position + 1)).sum()
+    remainder = part[8 * num_words :].to(torch.int64)
+    position = torch.arange(num_words, num_words + len(remainder), device=part.device)
+    return total + (remainder * (2 * position + 1)).sum()
 
 
-def summary(lines: list[str], *, at_most: int = 8) -> str:
-    """Join the first lines into one string, followed by the number of lines left out."""
-    rest = len(lines) - at_most
-    return "; ".join(lines[:at_most]) + (f"; and {rest} more" if rest > 0 else "")
+def summary(lines: list[str], *, max_lines: int = 8) -> str:
+    """Join the first lines into one string, followed by the number of omitted lines."""
+    num_omitted = len(lines) - max_lines
+    return "; ".join(lines[:max_lines]) + (f"; and {num_omitted} more" if num_omitted > 0 else "")

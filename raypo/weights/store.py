@@ -1,4 +1,4 @@
-"""Store of the last push, from which a restarted engine loads its weights."""
+"""Store of the last weight push, from which a restarted engine loads its weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import ray
 
 @dataclass(frozen=True)
 class WeightSnapshot:
-    """Identity of the last push. Engines compare it with the push that they hold."""
+    """Reference to a push. Engines compare it with the push that they have loaded."""
 
     id: str
-    """Id that is unique for each push, even of the same version."""
+    """Unique id of the push. Two pushes of the same version have different ids."""
     adapter: str | None = None
-    """Name of the adapter that was pushed. None means the engine's own weights."""
+    """Name of the pushed adapter. None means that the whole weights were pushed."""
     store: str | None = None
-    """Name of the `WeightStoreActor`. None means that the push is not stored: a restarted engine
-    waits for the next push."""
+    """Name of the `WeightStoreActor`. None means that the push is not stored, so a restarted engine
+    has to wait for the next push."""
 
     def fetch(self) -> Any:
-        """Return the `WeightPush` or `AdapterPush`, or None if it is no longer kept."""
+        """Return the `WeightPush` or `AdapterPush`, or None if it is no longer stored."""
         if self.store is None:
             return None
         store = ray.get_actor(self.store)
@@ -31,10 +31,10 @@ class WeightSnapshot:
 
 
 class WeightStoreActor:
-    """References to the last push of the weights and of each adapter. A zero-CPU actor.
+    """Zero-CPU actor that stores references to the last push of the weights and of each adapter.
 
-    The pusher owns the bytes. If the store is lost, it restarts empty; engines that need weights
-    then get none, and the learner pushes them again.
+    The pusher owns the data. If the actor is lost, it restarts empty. Restarted engines then find
+    no weights, until the learner pushes them again.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class WeightStoreActor:
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:
-        """Drop a push, to free its memory before the next one."""
+        """Drop a push, to free its memory before the next push."""
         self._pushes.pop(adapter, None)
 
     def get(self, id: str) -> list[Any] | None:
-        """Return a list with the object reference of a push, or None if it is no longer kept."""
-        # Within a list Ray passes a reference on without resolving it.
+        """Return a list with a push's object reference, or None if it is no longer stored."""
+        # Ray does not resolve references inside a list, so the data is not copied here.
         return next((ref for push_id, ref in self._pushes.values() if push_id == id), None)
 
     def __repr__(self) -> str:
@@ -59,13 +59,19 @@ class WeightStoreActor:
 
 @dataclass
 class WeightStore:
-    """Pusher's client of a `WeightStoreActor`, which it starts with the first push."""
+    """The pusher's client of a `WeightStoreActor`, which is started at the first push."""
 
     _name: str = field(default_factory=lambda: f"raypo:pushes:{uuid.uuid4().hex[:8]}")
     _store: Any = None
 
     def keep(self, push: Any, *, id: str, adapter: str | None = None) -> WeightSnapshot:
-        """Keep a `WeightPush`, or an `AdapterPush` under its adapter's name."""
+        """Store a push and return its snapshot.
+
+        Args:
+            push: A `WeightPush` or an `AdapterPush`.
+            id: Unique id of the push.
+            adapter: Name of the adapter, or None for the whole weights.
+        """
         if self._store is None:
             options = {"name": self._name, "num_cpus": 0, "max_restarts": -1}
             actor: Any = ray.remote(WeightStoreActor)
@@ -74,6 +80,6 @@ class WeightStore:
         return WeightSnapshot(id, adapter, self._name)
 
     def forget(self) -> None:
-        """Drop the weights; adapters stay."""
+        """Drop the stored weights. Stored adapters remain."""
         if self._store is not None:
             ray.get(self._store.forget.remote(None))

@@ -25,7 +25,7 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.types import Experience, Rollout
 from raypo.weights.bucket_size import BUCKET_BYTES
-from raypo.weights.buckets import as_bytes, grouped
+from raypo.weights.buckets import as_bytes, group_by_size
 from raypo.weights.manifest import checksums
 from tests.stand_ins import generate, pack
 
@@ -104,7 +104,7 @@ def learner(config: PPOConfig) -> dict[str, int]:
     batch = experience(config.responses_per_step, prompt, response, vocabulary_of(config))
 
     def push() -> None:
-        for group in grouped(built.named_weights(), bucket_bytes=BUCKET_BYTES):
+        for group in group_by_size(built.named_weights(), bucket_bytes=BUCKET_BYTES):
             checksums([as_bytes(tensor) for _, tensor in group])
 
     found: dict[str, int] = {}

@@ -46,7 +46,7 @@ def placement() -> dict[str, Any]:
     from raypo.config import PlacementSection, PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
     from raypo.deployment.reserve import nodes_of, reserve
-    from raypo.run.dedicated_services import places_in
+    from raypo.run.dedicated_services import dedicated_placements
     from tests.integration.deployments import Doubler, statuses
 
     made = cluster([{"num_cpus": 0}, *[{"num_cpus": 4, "num_gpus": 4}] * 3])
@@ -72,7 +72,7 @@ def placement() -> dict[str, Any]:
         found[strategy] = [nodes_of(group).index(node) for node in nodes_of(group)]
         if strategy == "SPREAD":
             found["replicas"] = {}
-            for role, places in places_in(group, bundles).items():
+            for role, places in dedicated_placements(group, bundles).items():
                 kwargs = {"folder": sys.argv[2]}
                 deployment = Deployment(f"raypo:run:{role}", Doubler, kwargs)
                 handle = start_deployment(deployment, places)
@@ -115,7 +115,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     from raypo.collectives import Workers
     from raypo.config import PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
-    from raypo.run.services import places_beside
+    from raypo.run.services import colocated_placements
     from tests.integration.deployments import Doubler, statuses
 
     workers = Workers.current()
@@ -136,7 +136,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     nodes = [worker["node"] for worker in found["workers"]]
     try:
         roles = served_roles(config, num_workers=workers.count, use_gpu=False)
-        places = places_beside(roles, workers, nodes)
+        places = colocated_placements(roles, workers, nodes)
     except PlacementError as error:
         return str(error)
     if workers.rank == 0:

@@ -23,10 +23,10 @@ class BareActor(LocalReplica):
 
         return background_future(reply())
 
-    async def send(self, call: Call, on_entry: Any = None) -> Any:
+    async def send(self, call: Call, on_partial_result: Any = None) -> Any:
         return await getattr(self._target, call.method).remote(*call.args, **call.kwargs)
 
 
 def plain_client(actors: dict[str, ActorHandle]) -> EngineClient:
     replicas = [BareActor(actor, index) for index, actor in enumerate(actors.values())]
-    return EngineClient(DeploymentHandle(replicas[0].limits, replicas))
+    return EngineClient(DeploymentHandle(replicas[0].deployment, replicas))

@@ -270,7 +270,9 @@ def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
             workers=Workers(),
         )
         engine.resume()
-        probe = Probe(PROMPTS[:2], 4, 1.0, "float32", seed=0, adapter="a", joins=True)
+        probe = Probe(
+            PROMPTS[:2], 4, 1.0, "float32", seed=0, adapter="a", joins_running_batches=True
+        )
         try_probe(asking, client, probe, version, Workers())
 
     push_both(60)

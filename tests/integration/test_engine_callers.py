@@ -15,7 +15,7 @@ import ray
 from transformers import AutoModelForCausalLM
 
 from raypo.config import EngineSection
-from raypo.deployment.deployment import Deployment, Place, start_deployment
+from raypo.deployment.deployment import Deployment, Placement, start_deployment
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, SamplingRequest
@@ -51,7 +51,7 @@ def engines(policy: Path, local_ray: None) -> Iterator[EngineClient]:
     deployment = Deployment(
         "raypo:callers:engine", Engine, kwargs, max_ongoing_requests=4, start_timeout_s=120.0
     )
-    handle = start_deployment(deployment, [Place()])
+    handle = start_deployment(deployment, [Placement()])
     handle.wait(120.0)
     yield EngineClient(handle)
     handle.shutdown(0.0)

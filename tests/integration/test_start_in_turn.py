@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypo.collectives import Workers
-from raypo.deployment.deployment import Deployment, Place
+from raypo.deployment.deployment import Deployment, Placement
 from raypo.run.services import _start
 from tests.integration.deployments import Sleeper
 
@@ -24,8 +24,8 @@ def test_each_role_makes_room_before_the_next_one_starts(tmp_path: Path):
         )
         for role in ("engine", "reference")
     ]
-    places = {"engine": [Place(), Place()], "reference": [Place()]}
-    handles = _start(deployments, places, Workers(), in_turn=True, sleeps=True)
+    places = {"engine": [Placement(), Placement()], "reference": [Placement()]}
+    handles = _start(deployments, places, Workers(), starts_sequentially=True, sleeps=True)
     try:
         assert path.read_text().splitlines() == [
             *["engine made"] * 2,

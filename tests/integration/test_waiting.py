@@ -18,8 +18,8 @@ def test_what_is_not_free_in_time_names_the_bundle_that_waits_and_who_holds_the_
     task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Ray Train's own group would wait without a word; nothing is started, nothing is left."""
-    assert reserve.SAY_AFTER_S < 10.0
-    monkeypatch.setattr(reserve, "SAY_AFTER_S", 0.0)
+    assert reserve.MESSAGE_AFTER_S < 10.0
+    monkeypatch.setattr(reserve, "MESSAGE_AFTER_S", 0.0)
     cpus = ray.cluster_resources()["CPU"]
     others = ray.util.placement_group([{"CPU": cpus}], name="others")
     assert others.wait(60)

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.util.state import list_actors
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
-from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
+from raypo.deployment.deployment import Deployment, DeploymentHandle, Placement, start_deployment
 from tests.integration.deployments import Doubler, Stillborn, done, pids, statuses
 from tests.integration.task import own_ray
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
         name = f"raypo:{request.node.name}:doubler"
         kwargs = {"folder": str(tmp_path), "delays": delays}
         deployment = Deployment(name, Doubler, kwargs, **limits)
-        handles.append(start_deployment(deployment, [Place()] * num_replicas))
+        handles.append(start_deployment(deployment, [Placement()] * num_replicas))
         handles[-1].wait(60)
         return handles[-1]
 
@@ -246,7 +246,7 @@ def test_a_replica_whose_node_is_gone_is_passed_over(start: Start):
     lost: Any = ray.remote(Doubler).options(**options).remote("nowhere")
     with pytest.raises(ActorUnschedulableError):
         ray.get(lost.pid.remote())
-    both = DeploymentHandle.of(handle.limits, handle.replicas[0].namespace, 2)
+    both = DeploymentHandle.of(handle.deployment, handle.replicas[0].namespace, 2)
     assert both.per_replica()[1].call(Doubler.double, 2).result() == 4
     assert len(both.up()) == 1
 
@@ -261,7 +261,7 @@ def test_what_a_replica_is_made_from_outlives_several_of_its_lives(start: Start)
 
 def test_a_constructor_that_fails_is_told_at_once(request: pytest.FixtureRequest):
     handle = start_deployment(
-        Deployment(f"raypo:{request.node.name}:model", Stillborn, {}), [Place()]
+        Deployment(f"raypo:{request.node.name}:model", Stillborn, {}), [Placement()]
     )
     with pytest.raises(DeploymentError, match="no such model"):
         handle.wait(60)

@@ -199,9 +199,9 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
     pushed_with = 0
     push(0)
     push(1)  # the adapter alone
-    assert transport.kept is not None
-    assert transport.kept.store is not None
-    ray.kill(ray.get_actor(transport.kept.store), no_restart=False)
+    assert transport.last_push is not None
+    assert transport.last_push.store is not None
+    ray.kill(ray.get_actor(transport.last_push.store), no_restart=False)
     os.kill(statuses(fleet.handle)[0].pid, signal.SIGKILL)
     pushed_with = 2
     push(2)

@@ -175,17 +175,17 @@ def test_kept_buckets_bring_a_new_engine_to_the_same_version(fleet: Fleet):
     transport = ObjectTransport(bucket_bytes=BUCKET_BYTES)
     fleet.push(transport)
     second = fleet.renew("engine:1")
-    assert transport.kept is not None
-    assert len(transport.kept.fetch().buckets) > 2
+    assert transport.last_push is not None
+    assert len(transport.last_push.fetch().buckets) > 2
     for _ in range(2):  # the second time there is nothing to do
-        ray.get(second.hold.remote(transport.kept))
+        ray.get(second.hold.remote(transport.last_push))
     assert fleet.agree()
 
 
 def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(fleet: Fleet):
     transport = ObjectTransport(bucket_bytes=BUCKET_BYTES)
     fleet.push(transport)
-    before = transport.kept
+    before = transport.last_push
     assert before is not None
     assert before.store is not None
     ray.kill(ray.get_actor(before.store), no_restart=False)
@@ -195,8 +195,8 @@ def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(f
     with pytest.raises(WeightError, match="no copy of them is stored"):
         ray.get(second.hold.remote(before))
     fleet.push(transport)
-    assert transport.kept is not None
-    assert transport.kept.fetch().version == fleet.version
+    assert transport.last_push is not None
+    assert transport.last_push.fetch().version == fleet.version
     assert fleet.agree()
 
 

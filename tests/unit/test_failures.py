@@ -69,7 +69,7 @@ def test_what_a_run_waits_for_its_first_workers_is_counted_once():
 def test_what_several_workers_report_is_shown_once():
     monitor = Monitor()
     for number in (0, 0, 0, 1):
-        monitor.tell_once(f"engine:{number} was lost", f"engine {number} was lost: killed")
+        monitor.buffer_once(f"engine:{number} was lost", f"engine {number} was lost: killed")
     lines = [text for kind, text in monitor.drain({}) if kind == "message"]
     assert [line.partition(" was")[0] for line in lines] == ["engine 0", "engine 1"]
 

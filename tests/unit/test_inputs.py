@@ -292,11 +292,11 @@ def test_a_sweep_is_not_resumed_with_other_inputs_unless_its_overrides_accept_th
 
 def test_digests_of_another_process_are_used_only_while_the_file_is_the_same(tmp_path, monkeypatch):
     config = RECIPES["sft"].parse(values_of("sft", tmp_path))
-    monkeypatch.setattr(inputs, "_known", {})
+    monkeypatch.setattr(inputs, "_digest_cache", {})
     expected = inputs.inputs_of(config)
-    known = inputs.known_digests()
-    monkeypatch.setattr(inputs, "_known", {})
-    inputs.learn_digests(known)
+    known = inputs.cached_digests()
+    monkeypatch.setattr(inputs, "_digest_cache", {})
+    inputs.add_digests(known)
     monkeypatch.setattr(inputs, "_hash", lambda content, size: pytest.fail("it was read again"))
     assert inputs.inputs_of(config) == expected
     monkeypatch.undo()

@@ -51,12 +51,12 @@ from raypo.ray_internals import (
     detect_nccl_hangs,
     failed_to_start,
     is_driver,
-    kept_runs,
-    leave_out_callbacks,
-    read_environment_again,
+    reload_environment,
+    remove_callbacks,
+    replace_results,
     resume_experiment,
-    run_controllers_here,
-    with_runs,
+    run_controllers_in_process,
+    run_storage,
     without_worker_output,
 )
 from raypo.tuning.experiment import Interruption
@@ -93,7 +93,7 @@ def test_ray_train_hands_its_controllers_arguments_to_the_method_that_a_trial_re
     assert inspect.iscoroutinefunction(TrainController.run)
     assert not inspect.iscoroutinefunction(TrainController.get_result)
     replaced = trainer()
-    run_controllers_here(replaced)
+    run_controllers_in_process(replaced)
     assert method in vars(replaced)
 
 
@@ -104,7 +104,7 @@ def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
     filtered = trainer()
     before = {type(each).__name__ for each in filtered._create_default_callbacks()}
     assert unused < before
-    leave_out_callbacks(filtered, unused)
+    remove_callbacks(filtered, unused)
     after = {type(each).__name__ for each in filtered._create_default_callbacks()}
     assert after == before - unused
 
@@ -165,7 +165,7 @@ def test_a_folder_that_the_nodes_do_not_share_is_refused_as_ray_refuses_it(tmp_p
     marker.unlink()
     with pytest.raises(RuntimeError, match="all nodes in the cluster have read/write access"):
         check_shared(storage)
-    system, folder = kept_runs(storage)
+    system, folder = run_storage(storage)
     assert (system.type_name, folder) == ("local", str(tmp_path))
     assert checkpoint_folder(storage, "step 3") == str(tmp_path / "run" / "step 3")
 
@@ -198,7 +198,7 @@ def test_ray_leaves_its_address_where_it_is_looked_for(monkeypatch: pytest.Monke
 
 
 def test_rays_core_can_be_told_to_read_the_environment_again():
-    read_environment_again()
+    reload_environment()
 
 
 def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
@@ -255,7 +255,9 @@ class EndedTrial:
 def test_each_result_of_a_grid_is_replaced():
     trials = [EndedTrial("one"), EndedTrial("two")]
     analysis: Any = SimpleNamespace(trials=trials, trial_dataframes={}, _fs=None)
-    results = with_runs(ResultGrid(analysis), lambda name, result: (name, result.metrics["x"]))
+    results = replace_results(
+        ResultGrid(analysis), lambda name, result: (name, result.metrics["x"])
+    )
     assert [results[0], results[1]] == [("one", 3), ("two", 3)]
     analysis.trials = trials[:1]
     assert results.get_best_result() == ("one", 3)

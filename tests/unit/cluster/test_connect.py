@@ -20,9 +20,9 @@ from raypo.cluster.connect import (
     ClusterError,
     cluster_address,
     connect,
-    connecting,
+    connected_in_background,
     dashboard_token,
-    untold_environment,
+    missing_environment,
     worker_environment,
 )
 from raypo.config import ClusterSection, ConfigError
@@ -176,7 +176,7 @@ def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
     mode: str, job: str, untold: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name in [*os.environ]:
-        if name in module._WORKER_DEFAULTS or name.startswith(module._PASSED):
+        if name in module._WORKER_DEFAULTS or name.startswith(module._FORWARDED_PREFIXES):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     actor = {"worker": "an actor's id", "driver": None}[mode]
@@ -184,9 +184,9 @@ def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
     context = SimpleNamespace(get_actor_id=lambda: actor, runtime_env=said)
     monkeypatch.setattr(module.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(module, "_job", lambda: job)
-    monkeypatch.setattr(module, "_our_job", "ours")
-    found = untold_environment()
+    monkeypatch.setattr(module, "_current_job", lambda: job)
+    monkeypatch.setattr(module, "_connected_job", "ours")
+    found = missing_environment()
     assert sorted(found) == untold
     assert found == {name: worker_environment()[name] for name in untold}
 
@@ -194,11 +194,11 @@ def test_workers_of_a_ray_that_the_user_has_started_are_told_what_they_lack(
 def test_what_the_job_says_is_not_said_twice(monkeypatch: pytest.MonkeyPatch):
     job = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
     monkeypatch.setenv(module.JOB_CONFIG_VARIABLE, json.dumps(job))
-    beside = module._beside_the_job(os.environ)
+    beside = module._env_missing_from_job(os.environ)
     assert "NCCL_DEBUG" not in beside
     assert beside["NCCL_CUMEM_ENABLE"] == worker_environment()["NCCL_CUMEM_ENABLE"]
     monkeypatch.delenv(module.JOB_CONFIG_VARIABLE)
-    assert module._beside_the_job(os.environ) == worker_environment()
+    assert module._env_missing_from_job(os.environ) == worker_environment()
 
 
 def test_the_token_is_looked_for_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -246,7 +246,7 @@ def asks_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield ClusterSection(address=f"127.0.0.1:{port}")
     server.stop(None)
     monkeypatch.undo()
-    module.read_environment_again()
+    module.reload_environment()
 
 
 class Reached(Exception):
@@ -379,7 +379,7 @@ def test_a_command_connects_beside_its_imports_and_disconnects_what_it_connected
 
     monkeypatch.setattr(module, "connect", slow)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
-    with connecting(ClusterSection()) as connected:
+    with connected_in_background(ClusterSection()) as connected:
         imported.set()
         assert connected.result(10) is connected_here
         thread[0].join(0.1)
@@ -395,18 +395,18 @@ def test_an_error_of_the_connection_is_told_once_and_a_refused_run_waits_for_wha
 ):
     with (
         pytest.raises(ConfigError, match="nothing listens there"),
-        connecting(ClusterSection(address=f"127.0.0.1:{free_port}")) as connected,
+        connected_in_background(ClusterSection(address=f"127.0.0.1:{free_port}")) as connected,
     ):
         connected.result(10)
     begun, ended = Event(), list[str]()
     monkeypatch.setattr(module, "connect", lambda _: begun.wait(0.2) or True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
-    with pytest.raises(ConfigError, match="no model"), connecting(ClusterSection()):
+    with pytest.raises(ConfigError, match="no model"), connected_in_background(ClusterSection()):
         raise ConfigError("no model")
     assert ended == ["down"]
     released = Event()
     monkeypatch.setattr(module, "connect", lambda _: released.wait(60.0))
-    with pytest.raises(KeyboardInterrupt), connecting(ClusterSection()):
+    with pytest.raises(KeyboardInterrupt), connected_in_background(ClusterSection()):
         raise KeyboardInterrupt  # at once, although the connection hangs
     released.set()
     assert ended == ["down"]
@@ -427,8 +427,8 @@ def test_a_trainer_that_connects_meanwhile_waits_for_the_connection(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for check in ("check_address", "_authenticate"):
         monkeypatch.setattr(module, check, lambda address, source: None)
-    monkeypatch.setattr(module, "_job", lambda: "job")
-    monkeypatch.setattr(module, "_our_job", "")
+    monkeypatch.setattr(module, "_current_job", lambda: "job")
+    monkeypatch.setattr(module, "_connected_job", "")
     monkeypatch.setattr(module.ray, "init", init)
     monkeypatch.setattr(module.ray, "is_initialized", is_up.is_set)
     monkeypatch.setattr(module.ray, "cluster_resources", dict)
@@ -436,7 +436,7 @@ def test_a_trainer_that_connects_meanwhile_waits_for_the_connection(
     monkeypatch.setattr(module, "is_driver", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
     section = ClusterSection(address="host:6379")
-    with connecting(section) as connected:
+    with connected_in_background(section) as connected:
         while not begun:
             time.sleep(0.01)
         assert not connect(section)

@@ -13,13 +13,13 @@ from raypo.cluster.placement import (
     PlacementError,
     Resources,
     ServedRole,
+    count_group_copies,
     dedicated_bundles,
     first_workers,
-    groups_side_by_side,
     lay_out,
     matches,
     place,
-    without,
+    remaining_resources,
 )
 from raypo.config import ConfigError, FrozenSection, PPOConfig
 
@@ -151,7 +151,7 @@ def test_bundles_lie_as_the_strategy_says(strategy: str, cluster: str, nodes: li
     made, there = dedicated_bundles(config(engines=2), use_gpu=True), nodes_of(cluster)
     found = place(made, there, strategy)
     assert [found[index] for index in range(len(made))] == nodes
-    left = [node["GPU"] for node in without(there, made, found)]
+    left = [node["GPU"] for node in remaining_resources(there, made, found)]
     assert left == [node["GPU"] - nodes.count(index) for index, node in enumerate(there)]
 
 
@@ -220,7 +220,7 @@ def test_a_worker_that_no_node_can_hold_names_what_is_short(
     each: Resources, nodes: list[Resources], remedy: str
 ):
     with pytest.raises(PlacementError, match=rf"there is room for 0. {remedy}"):
-        lay_out(workers(), nodes, use_gpu="GPU" in each, each_worker=each)
+        lay_out(workers(), nodes, use_gpu="GPU" in each, resources_per_worker=each)
 
 
 def test_groups_that_fit_alone_but_not_together_are_refused():
@@ -300,18 +300,18 @@ def test_a_dedicated_group_that_does_not_fit_is_refused_with_who_asks(strategy: 
 
 def test_groups_side_by_side_hold_all_their_bundles():
     def fit(strategy: str, *cpus: float) -> int:
-        return groups_side_by_side(
-            [bundles(2, CPU=1)], [{"CPU": n} for n in cpus], strategy, at_most=99
+        return count_group_copies(
+            [bundles(2, CPU=1)], [{"CPU": n} for n in cpus], strategy, max_copies=99
         )
 
     assert fit("PACK", 3, 3) == fit("SPREAD", 3, 3) == fit("STRICT_SPREAD", 3, 3) == 3
     assert fit("STRICT_PACK", 3, 3) == 2
     assert fit("STRICT_SPREAD", 5, 1) == 1
     one = [bundles(1, CPU=1)]
-    assert groups_side_by_side(one, nodes_of("1xGPU80G"), "PACK", at_most=7) == 7
+    assert count_group_copies(one, nodes_of("1xGPU80G"), "PACK", max_copies=7) == 7
     two = [bundles(1, CPU=2), bundles(3, CPU=1)]
-    assert groups_side_by_side(two, [{"CPU": 9.0}], "PACK", at_most=7) == 1
-    assert groups_side_by_side(two, [{"CPU": 4.0}, {"CPU": 6.0}], "PACK", at_most=7) == 2
+    assert count_group_copies(two, [{"CPU": 9.0}], "PACK", max_copies=7) == 1
+    assert count_group_copies(two, [{"CPU": 4.0}, {"CPU": 6.0}], "PACK", max_copies=7) == 2
 
 
 def frozen(count: int | Literal["auto"], **more: Any) -> ServedRole:

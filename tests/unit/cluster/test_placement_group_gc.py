@@ -15,7 +15,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Leases that are dead."""
     gone: set[str] = set()
     monkeypatch.setattr(group_gc, "is_alive", lambda lease: lease not in gone)
-    monkeypatch.setattr(group_gc, "LOOK_EVERY_S", 1e6)  # it looks when it is asked
+    monkeypatch.setattr(group_gc, "CHECK_INTERVAL_S", 1e6)  # it looks when it is asked
     return gone
 
 
@@ -46,7 +46,7 @@ def test_a_collector_of_one_run_ends_itself_with_what_the_run_held(
     context = SimpleNamespace(current_actor="the group collector")
     monkeypatch.setattr(group_gc.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(group_gc.ray, "kill", ended.append)
-    monkeypatch.setattr(group_gc, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(group_gc, "CHECK_INTERVAL_S", 0.01)
     lease: Any = "the lease of the run"
     gc: Any = PlacementGroupGC(lease)
     gc.hold(lease, "its workers' group")
@@ -77,7 +77,7 @@ def test_a_failed_removal_is_logged_and_tried_again(
     context = SimpleNamespace(current_actor="the group collector")
     monkeypatch.setattr(group_gc.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(group_gc.ray, "kill", ended.append)
-    monkeypatch.setattr(group_gc, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(group_gc, "CHECK_INTERVAL_S", 0.01)
     gc: Any = PlacementGroupGC(until)
     gc.hold("lease", "its group")
     dead.add("lease")

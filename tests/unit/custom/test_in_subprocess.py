@@ -62,7 +62,7 @@ def test_an_import_that_ends_the_process_is_refused(tmp_path, text, message):
 
 
 def test_an_import_that_hangs_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_subprocess, "LIMIT_S", 1.0)
+    monkeypatch.setattr(in_subprocess, "DEFAULT_LIMIT_S", 1.0)
     path = tmp_path / "rewards.py"
     path.write_text("import time; time.sleep(600)")
     with pytest.raises(ConfigError, match="took longer than 1 s"):

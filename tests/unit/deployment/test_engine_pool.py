@@ -29,7 +29,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Holders that are dead."""
     gone: set[str] = set()
     monkeypatch.setattr(engine_pool, "is_alive", lambda holder: holder not in gone)
-    monkeypatch.setattr(engine_pool, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_pool, "POLL_S", 0.01)
     return gone
 
 
@@ -47,7 +47,7 @@ def test_a_slot_is_free_when_its_holder_is_dead(dead: set[str]):
     assert slots.lease("two", holder, 0.05) is None
     assert slots.runs() == ["one"]
     dead.add("worker 0")
-    assert request_lease(slots, "two", holder).before == "one"
+    assert request_lease(slots, "two", holder).previous_run == "one"
     assert slots.runs() == ["two"]
 
 
@@ -66,11 +66,11 @@ def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(de
     request_lease(slots, "two", "second")
     dead.update({"first", "second"})
     again = request_lease(slots, "two", "third")
-    assert (again.handle, again.before) == (second, None)
+    assert (again.handle, again.previous_run) == (second, None)
 
     request_lease(slots, "three", "fourth")
     dead.add("fourth")
     moved = request_lease(slots, "two", "fifth")  # the third worker is still alive in slot 1
-    assert (moved.handle, moved.before) == (first, "three")
+    assert (moved.handle, moved.previous_run) == (first, "three")
     dead.add("third")
-    assert request_lease(slots, "four", "sixth").before is None
+    assert request_lease(slots, "four", "sixth").previous_run is None

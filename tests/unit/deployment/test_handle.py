@@ -18,7 +18,7 @@ from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
 from raypo.deployment.handle import DeploymentHandle
 from raypo.deployment.replica import ReplicaClient
-from raypo.deployment.spec import Call, Deployment, Prerequisite, Unprepared
+from raypo.deployment.spec import Call, Deployment, Prerequisite, PrerequisiteFailed
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
@@ -36,16 +36,16 @@ class Scripted(ReplicaClient):
         super().__init__(limits, "raypo", index)
         self.script, self.calls = list(script), list[Call]()
 
-    async def send(self, call: Call, on_entry: Any = None) -> Any:
+    async def send(self, call: Call, on_partial_result: Any = None) -> Any:
         self.calls.append(call)
         reply = self.script.pop(0) if self.script else self.index
         if isinstance(reply, ActorDiedError):
-            self.gone, reply = reply, ReplicaLost("it died")
+            self.permanent_error, reply = reply, ReplicaLost("it died")
         if isinstance(reply, RayTaskError):
             raise reply
         if isinstance(reply, float):
             await asyncio.sleep(reply)
-        return self._value_of(reply)
+        return self._unwrap_reply(reply)
 
 
 def handle_of(*replicas: ReplicaClient, **limits: Any) -> DeploymentHandle:
@@ -65,7 +65,7 @@ def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
 def test_a_lost_call_is_repeated_by_the_restarted_replica_if_no_other_can_serve():
     first, second = (
         Scripted(0, ReplicaLost("it was killed"), "restarted"),
-        Scripted(1, Unprepared("new")),
+        Scripted(1, PrerequisiteFailed("new")),
     )
     assert load(handle_of(first, second).per_replica()[0]).result(5) == "restarted"
 
@@ -77,12 +77,14 @@ def test_the_least_busy_replica_is_called_and_an_own_one_while_it_is_up():
         replica.num_waiting = num_waiting
     assert load(handle).result(5) == 2
     assert load(own).result(5) == 1
-    handle.replicas[1].gone = ActorDiedError()
+    handle.replicas[1].permanent_error = ActorDiedError()
     assert load(own).result(5) == 2
 
 
 def test_the_caller_has_to_push_again_if_every_replica_is_unprepared():
-    handle = handle_of(Scripted(0, Unprepared("no weights")), Scripted(1, Unprepared("neither")))
+    handle = handle_of(
+        Scripted(0, PrerequisiteFailed("no weights")), Scripted(1, PrerequisiteFailed("neither"))
+    )
     with pytest.raises(NoReplicaLeft, match=r"no weights.*push the weights again"):
         load(handle).result(5)
 
@@ -119,7 +121,7 @@ class Silent(ReplicaClient):
         super().__init__(replace(LIMITS, **limits), "raypo", 0)
         self.kills = 0
 
-    def _remote(self) -> Any:
+    def _actor_handle(self) -> Any:
         return SimpleNamespace(status=SimpleNamespace(remote=lambda: asyncio.sleep(60)))
 
     def _kill(self, reason: str) -> None:
@@ -134,7 +136,7 @@ class Dying(ReplicaClient):
         gone = ActorUnavailableError("The worker process died (SIGKILL).\nTwenty more lines.", None)
         self.replies = ["first", gone, gone, "again", "and again"]
 
-    def _remote(self) -> Any:
+    def _actor_handle(self) -> Any:
         async def answer(*_: Any) -> str:
             reply = self.replies.pop(0)
             if isinstance(reply, Exception):
@@ -169,13 +171,13 @@ def test_a_replica_that_is_silent_after_a_restart_is_killed_once_it_had_time_to_
     silent = Silent(start_timeout_s=0.15)
 
     def kills_after_a_check() -> int:
-        assert not background_future(silent.is_up(0.1, kills=True)).result(5)
+        assert not background_future(silent.check_health(0.1, kill_on_timeout=True)).result(5)
         return silent.kills
 
     assert kills_after_a_check() == 0
     assert [kills_after_a_check() for _ in range(2)][-1] > 0
     waiting = Silent(start_timeout_s=0.0)
-    assert not background_future(waiting.is_up(0.1)).result(5)
+    assert not background_future(waiting.check_health(0.1)).result(5)
     assert waiting.kills == 0, "only a caller that waits kills"
 
 
@@ -185,7 +187,7 @@ def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_ow
         load(handle).result(5)
 
     class Late(Scripted):
-        async def send(self, call: Call, on_entry: Any = None) -> Any:
+        async def send(self, call: Call, on_partial_result: Any = None) -> Any:
             raise TimeoutError("the method's own")
 
     with pytest.raises(TimeoutError, match="the method's own"):
@@ -211,7 +213,7 @@ class Controlled(ReplicaClient):
         super().__init__(replace(LIMITS, **limits), "raypo", 0)
         self._function = function
 
-    def _remote(self) -> Any:
+    def _actor_handle(self) -> Any:
         return SimpleNamespace(control=SimpleNamespace(remote=self._function))
 
 

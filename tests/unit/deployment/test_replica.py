@@ -11,8 +11,8 @@ import pytest
 
 from raypo.cluster.actors import ReplicaLost
 from raypo.deployment import replica as module
-from raypo.deployment.replica import KEPT_REPLIES, Replica
-from raypo.deployment.spec import Call, Deployment, Unprepared
+from raypo.deployment.replica import MAX_CACHED_REPLIES, Replica
+from raypo.deployment.spec import Call, Deployment, PrerequisiteFailed
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each time that a replica ends its process."""
     ends: list[bool] = []
     monkeypatch.setattr(module, "EXIT_DELAY_S", 0.0)
-    monkeypatch.setattr(module, "_end_process", lambda: ends.append(True))
+    monkeypatch.setattr(module, "_exit_process", lambda: ends.append(True))
     return ends
 
 
@@ -103,11 +103,11 @@ def test_old_answers_are_forgotten():
     counter = replica()
 
     async def many() -> None:
-        for number in range(3 * KEPT_REPLIES):
+        for number in range(3 * MAX_CACHED_REPLIES):
             await ask(counter, str(number), "add", 1)
 
     run(many())
-    assert len(counter._replies) <= KEPT_REPLIES + 1
+    assert len(counter._replies) <= MAX_CACHED_REPLIES + 1
 
 
 def test_one_request_at_a_time_means_one_thread():
@@ -143,10 +143,10 @@ def test_whoever_does_not_get_on_counts_as_one_that_cannot_go_on():
             return self.stalled
 
     stalls = Replica(Deployment("raypo:test:stalls", Stalls, {}, stall_timeout_s=5.0), index=0)
-    assert stalls._problem() is None
+    assert stalls._find_problem() is None
     stalls._target.stalled = 5.1
-    assert stalls._problem() == "it made no progress for 5 s (stall_timeout_s: 5)"
-    assert replica(stall_timeout_s=5.0)._problem() is None, "it says nothing of itself"
+    assert stalls._find_problem() == "it made no progress for 5 s (stall_timeout_s: 5)"
+    assert replica(stall_timeout_s=5.0)._find_problem() is None, "it says nothing of itself"
 
 
 def test_entries_of_an_answer_are_told_as_they_come():
@@ -156,11 +156,11 @@ def test_entries_of_an_answer_are_told_as_they_come():
         under_way = asyncio.create_task(ask(counter, "a", "promise_all", 3))
         await asyncio.sleep(0.05)
         counter._target.promised[2].set_result(20)
-        told = [await counter.entries("a", 0)]
+        told = [await counter.partial_results("a", 0)]
         counter._target.promised[0].set_result(0)
-        told += [await counter.entries("a", 1), await counter.entries("unknown", 0)]
+        told += [await counter.partial_results("a", 1), await counter.partial_results("unknown", 0)]
         counter._target.promised[1].set_result(10)
-        return [*told, await under_way, await counter.entries("a", 2)]
+        return [*told, await under_way, await counter.partial_results("a", 2)]
 
     assert run(listens()) == [{2: 20}, {0: 0}, {}, [0, 10, 20], {1: 10}]
 
@@ -247,7 +247,7 @@ def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_ends_the_p
     counter = replica()
     with pytest.raises(ValueError, match="a bad request"):
         run(ask(counter, "a", "fail"))
-    assert counter._problem() is None
+    assert counter._find_problem() is None
 
     async def broken() -> Any:
         reply = await ask(counter, "b", "breaks")
@@ -256,7 +256,7 @@ def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_ends_the_p
         return reply
 
     assert shown(run(broken())) == "ReplicaLost: cannot go on"
-    assert counter._problem() == "cannot go on"
+    assert counter._find_problem() == "cannot go on"
     assert ended == [True]
 
 
@@ -312,7 +312,7 @@ def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
     counter = replica()
     assert run(ask(counter, "a", "add", 1, prerequisite=("add", (100,)))) == 111
     told = run(ask(counter, "b", "add", 1, prerequisite=("fail", ())))
-    assert shown(told) == "Unprepared: ValueError: a bad request"
+    assert shown(told) == "PrerequisiteFailed: ValueError: a bad request"
     assert counter._target.count == 111
     told = run(ask(counter, "c", "add", 1, prerequisite=("breaks", ())))
     assert shown(told) == "ReplicaLost: cannot go on"
@@ -346,10 +346,10 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     )
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    counter = replica(takes_turns=True)
+    counter = replica(builds_lazily_on_restart=True)
     for method in ("sleep", "wake_up"):
         assert run(control(counter, method)) is None
-    assert isinstance(run(control(counter, "peak_memory")), Unprepared)
-    assert counter._problem() is None
+    assert isinstance(run(control(counter, "peak_memory")), PrerequisiteFailed)
+    assert counter._find_problem() is None
     assert repr(counter) == "Replica(not built)"
     assert run(ask(counter, "a", "add", 1)) == 11

@@ -14,9 +14,9 @@ from raypo.config import PPOConfig
 from raypo.config.auto_values import least_memory
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan, tried
 from raypo.plan.times import sampled_of
-from raypo.run.served_roles import measures_memory
+from raypo.run.served_roles import measures_free_memory
 from raypo.run.setup import Shared, decided_together
-from raypo.run.shared_services import of_shared
+from raypo.run.shared_services import shared_handles_for
 from tests.unit.learner.plain import on_workers
 from tests.unit.plan.test_plan import LLAMA_1B, LLAMA_8B
 
@@ -187,9 +187,9 @@ def test_roles_wait_for_each_other_only_where_vllm_measures_free_memory(values):
     in_vllm = plan(values, "4xGPU180G", rollout__engine__gpu_memory_fraction=0.2)
     for made, measuring in ((in_torch, []), (in_vllm, ["reference"])):
         roles = served_roles(config_of(made), num_workers=2, use_gpu=True)
-        assert [role.name for role in roles if measures_memory(role)] == measuring
+        assert [role.name for role in roles if measures_free_memory(role)] == measuring
     undecided = served_roles(PPOConfig.parse(values), num_workers=2, use_gpu=True)
-    assert all(measures_memory(role) for role in undecided)
+    assert all(measures_free_memory(role) for role in undecided)
 
 
 def test_all_workers_decide_by_the_smallest_gpu(values):
@@ -221,6 +221,6 @@ def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
     shared = Shared(config, handles={"reference": handle})
     decided, _ = decide_for_gpus(config, 180 * GB)
     assert isinstance(decided, PPOConfig)
-    assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
+    assert shared_handles_for(shared, decided, "trial", Workers()) == {"reference": handle}
     other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))
-    assert of_shared(shared, other, "trial", Workers()) == {}
+    assert shared_handles_for(shared, other, "trial", Workers()) == {}

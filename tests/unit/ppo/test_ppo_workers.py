@@ -108,6 +108,6 @@ def test_counts_and_rollouts_go_over_gloo_whatever_the_default_group_is(
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     workers: Any = Workers.current()
     assert (workers.rank, workers.count, workers.group) == (2, 3, "group 1")
-    assert workers.beside().group == "group 2"
+    assert workers.with_new_group().group == "group 2"
     assert workers.team([2, 1]).group == "group 4"
     assert made == [(None, "gloo"), (None, "gloo"), ([0, 1], "gloo"), ([2], "gloo")]

@@ -95,7 +95,7 @@ def test_trials_with_other_batches_share_an_engine(monkeypatch, tmp_path):
     )
     assert [deployment.kwargs["max_requests"] for deployment in started] == [None]
     larger = config_of(rollout={"prompts_per_step": 2 * PROMPTS}, ppo={"minibatch_size": 78})
-    assert shared_services.roles_apart(larger, config_of()) == set()
+    assert shared_services.roles_with_different_deployments(larger, config_of()) == set()
 
 
 def test_engine_and_reference_get_the_dtype_of_the_head():

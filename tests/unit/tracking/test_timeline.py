@@ -6,14 +6,14 @@ from typer.testing import CliRunner
 
 from raypo.cli import app
 from raypo.storage.run_files import RunFiles
-from raypo.tracking.trace import note_call, trace, write_spans
+from raypo.tracking.trace import trace, trace_call, write_spans
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
     files = RunFiles(str(tmp_path), "r")
     write_spans(RunFiles(str(tmp_path), "earlier"), 0, 0, [])  # calls that other tests have noted
-    note_call("raypo:r:engine:0", "generate", 100.1, 100.9)
+    trace_call("raypo:r:engine:0", "generate", 100.1, 100.9)
     write_spans(files, 0, 1, [("time/generate_s", 100.0, 101.0), ("time/update_s", 101.0, 103.5)])
     write_spans(files, 1, 1, [("time/generate_s", 100.0, 101.5)])
     return files

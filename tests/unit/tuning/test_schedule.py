@@ -10,7 +10,7 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
 from raypo.config import PPOConfig
 from raypo.config.sweep_config import SweepConfig
-from raypo.ray_internals import PastTrial, tell_past
+from raypo.ray_internals import PastTrial, replay_past_trials
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP, UNKNOWN, VALUE, Goal
 from raypo.tuning.schedule import reports_of, scheduler_of, waiting_for_scores
@@ -82,7 +82,7 @@ def test_a_scheduler_of_the_users_waits_for_scores_too(kind: Any):
 
 def test_asha_stops_who_is_worse_than_trials_of_an_earlier_attempt():
     judge = scheduler({"kind": "asha", "reduction_factor": 2})
-    tell_past(judge, {f"past {value}": curve(value) for value in (0.4, 0.5, 0.6)})
+    replay_past_trials(judge, {f"past {value}": curve(value) for value in (0.4, 0.5, 0.6)})
     assert steps_until_stopped(judge, 0.1) == 2  # the first rung: eval.every of the base
     assert steps_until_stopped(judge, 0.9) == 8
 
@@ -153,7 +153,7 @@ def test_the_median_rule_knows_the_best_score_of_a_resumed_trial():
 def test_the_median_rule_compares_with_ended_trials_also_those_that_it_stopped():
     judge = scheduler("median")
     past = {f"past {number}": curve(0.5) for number in range(3)}
-    tell_past(judge, {**past, "stopped": curve(0.1), "good": curve(0.9), "removed": []})
+    replay_past_trials(judge, {**past, "stopped": curve(0.1), "good": curve(0.9), "removed": []})
     assert steps_until_stopped(judge, 0.1) == 2
     assert steps_until_stopped(judge, 0.9) == 8
 

@@ -8,7 +8,7 @@ import yaml
 
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig, with_values
-from raypo.run.shared_services import roles_apart
+from raypo.run.shared_services import roles_with_different_deployments
 from raypo.tuning.capacity import SweepPlan, describe, plan_sweep
 from raypo.tuning.shared import Sharing
 
@@ -125,16 +125,16 @@ def test_trials_that_push_adapters_use_the_same_engines():
     assert on_gpus.pool
     assert str(on_gpus.bundles[0]) == "1 CPU, 1 GPU for engine:0"
     other_rank = base_of({"model.lora": {"rank": 8, "push": "adapter"}})
-    assert ENGINE not in roles_apart(base, base)
-    assert ENGINE in roles_apart(other_rank, base)
+    assert ENGINE not in roles_with_different_deployments(base, base)
+    assert ENGINE in roles_with_different_deployments(other_rank, base)
 
 
 @pytest.mark.parametrize("key", MADE_FROM)
 def test_a_deployment_does_for_a_trial_unless_it_is_made_from_something_else(key: str):
     value, roles = MADE_FROM[key]
-    assert roles_apart(base_of({key: value}), base_of()) == roles
+    assert roles_with_different_deployments(base_of({key: value}), base_of()) == roles
 
 
 def test_an_engine_for_episodes_has_room_for_a_whole_one():
     episodes = {"rollout.environment": "game.py:Game", "rollout.max_episode_tokens": 99}
-    assert roles_apart(base_of(episodes), base_of()) == {ENGINE}
+    assert roles_with_different_deployments(base_of(episodes), base_of()) == {ENGINE}

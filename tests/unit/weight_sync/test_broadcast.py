@@ -94,8 +94,8 @@ def test_what_begins_a_push_says_what_becomes_of_requests_in_flight():
     receiver, sender = Receiver(), transport(in_flight="keep")
     push(sender, 1, receiver)
     assert receiver.start is not None
-    assert sender.kept is not None
-    assert receiver.start == PushStart(1, sender.kept.id, "keep")
+    assert sender.last_push is not None
+    assert receiver.start == PushStart(1, sender.last_push.id, "keep")
 
 
 def test_a_group_that_lost_or_gained_a_member_is_succeeded_by_another():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.weight_sync.transport import all_or_none, drained
+from raypo.weight_sync.transport import exhaust_on_exit, fail_together
 from raypo.weights.manifest import WeightError
 
 
@@ -20,7 +20,7 @@ def test_a_push_that_fails_goes_on_gathering_with_the_other_workers() -> None:
             yield name, torch.ones(1)
 
     def fail_at_the_second() -> None:
-        with drained(tensors()) as iterator:
+        with exhaust_on_exit(tensors()) as iterator:
             next(iterator)
             next(iterator)
             raise WeightError("an engine said no")
@@ -40,10 +40,10 @@ def test_where_one_worker_fails_all_do() -> None:
 
     with (
         pytest.raises(WeightError, match="worker 1 could not push the weights: OSError: full"),
-        all_or_none(Among(said_by_all=(None, "OSError: full"))),
+        fail_together(Among(said_by_all=(None, "OSError: full"))),
     ):
         pass
-    with pytest.raises(OSError, match="disk"), all_or_none(Workers()):
+    with pytest.raises(OSError, match="disk"), fail_together(Workers()):
         raise OSError("disk")
-    with all_or_none(Workers()):
+    with fail_together(Workers()):
         pass

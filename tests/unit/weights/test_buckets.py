@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypo.weights.buckets import ALIGNMENT, Bucket, as_bytes, grouped, stage, unpack
+from raypo.weights.buckets import ALIGNMENT, Bucket, as_bytes, group_by_size, stage, unpack
 from raypo.weights.manifest import WeightError
 from tests.stand_ins import pack
 
@@ -82,7 +82,7 @@ def test_tensors_may_vanish_as_the_iterator_moves_on() -> None:
 def test_bytes_of_whole_tensors_lie_where_the_tensors_are() -> None:
     tensors = {"a": torch.ones(10), "b": torch.ones(10, dtype=torch.bfloat16)}
 
-    (group,) = grouped(tensors.items(), bucket_bytes=64)
+    (group,) = group_by_size(tensors.items(), bucket_bytes=64)
 
     assert [as_bytes(t).data_ptr() for _, t in group] == [t.data_ptr() for t in tensors.values()]
 

@@ -68,4 +68,4 @@ def test_the_sum_that_gpus_take_sees_a_change_and_an_exchange(num_bytes: int) ->
 
 def test_summary_counts_what_it_leaves_out() -> None:
     assert summary(["a", "b"]) == "a; b"
-    assert summary(["a", "b", "c"], at_most=1) == "a; and 2 more"
+    assert summary(["a", "b", "c"], max_lines=1) == "a; and 2 more"
