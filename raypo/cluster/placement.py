@@ -543,7 +543,7 @@ def _label_error_text(bundle: Bundle, nodes: Sequence[Resources]) -> str:
         if isinstance(node, LabelledResources)
     )
     nodes_found = "; ".join(
-        f"{_pluralize(num_nodes, 'node')}{labels or ' remaining_resources labels'}"
+        f"{_pluralize(num_nodes, 'node')}{labels or ' without labels'}"
         for labels, num_nodes in label_counts.items()
     )
     return (

@@ -88,7 +88,7 @@ def plan_sweep(
         [trial for _, trial in sweep.trials()],
         nodes,
         num_trials=sweep.num_trials,
-        max_copies=at_once,
+        at_most=at_once,
         share=sweep.share,
         use_gpu=use_gpu,
     )

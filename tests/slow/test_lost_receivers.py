@@ -19,7 +19,7 @@ import torch
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
 from raypo.concurrency import daemon_future
-from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
+from raypo.deployment.deployment import Deployment, DeploymentHandle, Placement, start_deployment
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import EngineClient
@@ -75,7 +75,7 @@ class Fleet:
     def __init__(self, name: str, dies: Path, count: int, **limits: Any) -> None:
         self.dies, self.count = dies, count
         deployment = Deployment(f"raypo:{name}:engine", Receiver, {"dies": str(dies)}, **limits)
-        self.handle: DeploymentHandle = start_deployment(deployment, [Place()] * count)
+        self.handle: DeploymentHandle = start_deployment(deployment, [Placement()] * count)
         self.handle.wait(60)
 
     def push(self, transport: Transport, version: int) -> float:

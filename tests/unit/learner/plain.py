@@ -292,7 +292,7 @@ class ThreadWorkers(Workers):
         barrier.wait(30)
         return everyone
 
-    def beside(self) -> Workers:
+    def with_new_group(self) -> Workers:
         own = (threading.Barrier(self.count), [None] * self.count)
         barrier, box = self.gather(own)[0]
         return ThreadWorkers(self.rank, self.count, barrier, box)
