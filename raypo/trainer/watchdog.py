@@ -8,6 +8,7 @@ learner workers. Ray Train restarts them from the last checkpoint as often as `m
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -110,17 +111,17 @@ def _idle_s(workers: Sequence[Worker]) -> float:
     """Return the seconds for which a part of the run has not moved, or for which nothing has.
 
     Work of one name that several workers do together, such as an update, moves if it does on any of
-    them, because the others may wait for the slowest.
+    them, because the others may wait for the slowest. It also moves if work inside of it does.
     """
+    all_work = [(worker, work) for worker in workers for work in worker.beat.pending]
     least: dict[str, float] = {}
-    for worker in workers:
-        for work in worker.beat.pending:
-            if work.must_move:
-                idle_s = worker.idle_of(work)
-                least[work.name] = min(least.get(work.name, idle_s), idle_s)
-    if any(worker.beat.pending for worker in workers):  # the start of engines has its own limit
-        least[""] = min(worker.idle_s for worker in workers)
-    return max(least.values(), default=0.0)
+    for worker, work in all_work:
+        for name in (*work.inside, work.name):
+            least[name] = min(least.get(name, math.inf), worker.idle_of(work))
+    idle_s = [least[work.name] for _, work in all_work if work.must_move]
+    if all_work:  # outside of all work, the start of engines has its own limit
+        idle_s.append(min(worker.idle_s for worker in workers))
+    return max(idle_s, default=0.0)
 
 
 def _clause(worker: Worker, work: Pending) -> str:

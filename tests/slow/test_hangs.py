@@ -68,12 +68,12 @@ def config_of(task: Path, name: str, **keys: Any) -> PPOConfig:
 def test_a_run_that_is_slow_in_every_phase_has_no_hang(task: Path):
     """Its reward function takes longer than the limit for a step, and so do its engine and its
     update."""
-    config = config_of(task, "slow", num_steps=2, max_failures=0)
+    config = config_of(task, "slow", num_steps=2, **{"rollout.max_new_tokens": 100})
     is_over = threading.Event()
 
     def slow_down_engine() -> None:
         pid = pid_of("raypo:slow:engine:0")
-        while not is_over.wait(0.02):
+        while not is_over.wait(0.1):
             os.kill(pid, signal.SIGSTOP)
             is_over.wait(1.5)
             os.kill(pid, signal.SIGCONT)

@@ -47,6 +47,8 @@ def test_a_run_of_which_anything_moves_does_not_hang():
     assert find_hang([worker(0, CALL), worker(1, idle(BROADCAST))], LIMIT_S) is None
     # The others wait for the slowest worker of an update.
     assert find_hang([worker(0, idle(COLLECTIVE)), worker(1, UPDATE)], LIMIT_S) is None
+    in_update = replace(CALL, inside=("step 2", "the update"))
+    assert find_hang([worker(0, idle(COLLECTIVE)), worker(1, in_update)], LIMIT_S) is None
     assert find_hang([worker(0, idle(STEP, 29.0), age_s=0.5)], LIMIT_S) is None
 
 
