@@ -69,6 +69,7 @@ NOT_RUN = {
     "ray stop": "it would end the Ray of others",
     "RAY_ADDRESS=": "it needs a cluster; slow tests join one",
     "python -m pytest": "it is what runs this",
+    "python -m tests.benchmarks.row_length": "it takes minutes, and its figures differ by machine",
     "python -m scripts.length_table": "a unit test and a slow one compare what it prints",
     "python -m scripts.scale_table": "a unit test and a slow one compare what it prints",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,7 +78,7 @@ def plan(
     raise typer.Exit(WRONG_INPUT)
 
 
-def _lengths(run: RecipeConfig, nodes: list[Node]) -> list[str]:
+def _lengths(run: Any, nodes: list[Node]) -> list[str]:
     """Return a note about the longest response that fits, and one about longer ones."""
     from raypo.plan.fit import flow
     from raypo.plan.longest import longer_with, longest_response

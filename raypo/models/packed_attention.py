@@ -319,8 +319,8 @@ def packed_attention(
         more |= {"layout": layout.whole, "scaling": scaling}
         more |= {"sliding_window": sliding_window, "softcap": softcap}
 
-        def attention(*heads: Tensor) -> Tensor:
-            return packed_attention(module, *heads, attention_mask, **more)[0]
+        def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return packed_attention(module, query, key, value, attention_mask, **more)[0]
 
         return layout.attend(attention, query, key, value), None
     if layout is not None and query.is_cuda:

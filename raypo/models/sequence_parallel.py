@@ -93,7 +93,8 @@ class SlicedLayout(Layout):
         if missing:
             no_heads = (0, 0, 0, 0, 0, missing)
             query, key, value = (pad(each, no_heads) for each in (query, key, value))
-        mixed = attention(*(_heads_of_all_tokens(each, workers) for each in (query, key, value)))
+        query, key, value = (_heads_of_all_tokens(each, workers) for each in (query, key, value))
+        mixed = attention(query, key, value)
         return _tokens_of_all_heads(mixed, workers)[:, :, :heads]
 
 

@@ -141,7 +141,8 @@ def _learner(
         and transport(config, device) == "nccl"
     )
     runtime = RUNTIME[device]["learner"]
-    runtime += _communicators([sharding.workers > 1, broadcasts], device)
+    shares_rows = config.learner.sequence_parallel > 1
+    runtime += _communicators([sharding.workers > 1, broadcasts, shares_rows], device)
     result = Memory(held={"runtime": runtime})
     update: Bytes = {}
     for model in learned:

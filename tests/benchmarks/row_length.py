@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import psutil
@@ -21,7 +22,7 @@ from raypo.models.packing import pack
 from raypo.models.token_log_probs import has_plain_head, packed_log_probs
 from tests.benchmarks.memory_probe import forget_peak, high_water_mark
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 128,
     "intermediate_size": 512,

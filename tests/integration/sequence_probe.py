@@ -38,6 +38,7 @@ HEADS = {"4 of 4": (4, 4), "4 of 2": (4, 2), "8 of 1": (8, 1), "6 of 3": (6, 3),
 
 def models() -> dict[str, Any]:
     made: dict[str, Any] = {}
+    sizes: dict[str, Any]
     for name, (heads, key_heads) in HEADS.items():
         sizes = SIZES | {"num_attention_heads": heads, "num_key_value_heads": key_heads}
         sizes["hidden_size"] = 12 * heads

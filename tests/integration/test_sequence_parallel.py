@@ -79,7 +79,12 @@ def learners(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
         2,
         CASES,
         matrix=MATRIX,
-        learner={"num_workers": 2, "sequence_parallel": 2, "activation_checkpointing": True},
+        learner={
+            "num_workers": 2,
+            "sequence_parallel": 2,
+            "activation_checkpointing": True,
+            "mlp_tile_tokens": 8,
+        },
         resume=[("float32_3_1", "float32", 2)],
         **keys,
     )

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -29,9 +30,10 @@ from raypo.models.loading import (
     load_tokenizer,
     stop_token_ids,
 )
+from raypo.models.model_files import max_positions
 from raypo.models.packed_attention import NAME, hidden_states
 from raypo.models.packing import pack
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_policy, tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -171,3 +173,39 @@ def test_what_a_quantised_model_needs_is_told(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"cannot load it: .*optimum.* or give another model"):
         load_causal_lm(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+)
+def test_scaled_positions_of_a_config_are_read_packed_beyond_the_original_length(
+    tmp_path: Path, scaling: dict[str, Any]
+):
+    """The packed rows of 100 tokens are those of transformers, and the export keeps the scaling."""
+    folder = tiny_policy(tmp_path / "policy", max_position_embeddings=32)
+    prompt, responses = np.arange(4, 44), [np.arange(10, 70), np.arange(30, 50)]
+    plain = load_causal_lm(str(folder), dtype="float32")
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    values["rope_parameters"] = {**values["rope_parameters"], **scaling}
+    file.write_text(json.dumps(values))
+    assert max_positions(values) == 128
+    model = load_causal_lm(str(folder), dtype="float32")
+    assert model.config._attn_implementation == NAME
+    packed = pack([prompt] * 2, responses, with_last=True)
+    with torch.no_grad():
+        states = hidden_states(model.base_model, packed)
+        unscaled = hidden_states(plain.base_model, packed)
+    separate = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).base_model
+    with torch.no_grad():
+        rows = [torch.from_numpy(np.concatenate([prompt, each]))[None] for each in responses]
+        expected = torch.cat([separate(row).last_hidden_state[0, 39:] for row in rows])
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
+    assert (states - unscaled).abs().max() > 0.01
+    model.raypo_folder.for_saving(model).save_pretrained(tmp_path / "export")
+    exported = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert exported["rope_parameters"] == values["rope_parameters"]

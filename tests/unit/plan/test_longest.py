@@ -41,3 +41,27 @@ def test_the_table_of_the_page_is_what_the_plan_says():
     assert "\n".join(HEAD) in text
     (row,) = rows(["7B"], [8])
     assert row in text
+
+
+def test_workers_that_share_a_row_share_its_activations(tmp_path: Path):
+    """Layer inputs wait in RAM, and tiles of MLPs do not grow with the row."""
+    nodes = parse_cluster("8xH100,2000G")
+    config = run_config(tmp_path, "7B", 8)
+
+    def of_update(**changes: object) -> tuple[int, int]:
+        keys = {f"learner.{key}": value for key, value in changes.items()}
+        keys = {"learner.max_tokens_per_microbatch": 65536, **keys}
+        keys |= {"rollout.max_new_tokens": 64512, "model.dtype": "bfloat16"}
+        made = make_plan(config.parse(with_values(config.model_dump(), keys)), nodes)
+        memory = made.roles[0].memory
+        return memory.phases["update"]["activations"], memory.host.get("layer inputs", 0)
+
+    alone, _ = of_update()
+    shared, _ = of_update(sequence_parallel=2, max_tokens_per_microbatch=32768)
+    assert shared == pytest.approx(alone / 2, rel=0.01)
+    tiled, _ = of_update(mlp_tile_tokens=1024)
+    inputs = 28 * 2 * 3584 * 65536
+    on_device, in_ram = of_update(activation_checkpointing="offload")
+    assert in_ram == inputs
+    assert alone - on_device == inputs
+    assert alone - tiled == 4 * 2 * 18_944 * (65536 - 1024)
