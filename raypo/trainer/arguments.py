@@ -30,7 +30,7 @@ from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
 from raypo.trainer.given_rows import Rows, check_rows
-from raypo.translation.foreign_settings import RECIPES, of_trl
+from raypo.translation.foreign_settings import RECIPES, trl_source
 from raypo.translation.run_file import translate
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
@@ -174,7 +174,7 @@ def _with_trl(
     # Batch sizes in GRPOConfig and RLOOConfig already count all processes.
     if kind_of_trl(args) not in ("GRPOConfig", "RLOOConfig"):
         fields["world_size"] = getattr(args, "world_size", 1)
-    source = of_trl(fields, name, kind_of_trl(args))
+    source = trl_source(fields, name, kind_of_trl(args))
     own = {str(key): value for key, value in flatten(config or {}).items()}
     if source.recipe != config_class.model_fields["recipe"].default:
         raise ConfigError(
@@ -187,18 +187,18 @@ def _with_trl(
         "reward.function": (arguments.reward_funcs,),
     }
     set_keys = [k for k, values in elsewhere.items() if any(v is not None for v in values)]
-    made = translate(source, given=[*set_keys, *own], rows=_count(arguments))
+    made = translate(source, keys_set_elsewhere=[*set_keys, *own], rows=_count(arguments))
     # Optional keys: `name` defaults to one made from the model's; a prompt above the default
     # max_prompt_tokens stops the run.
     optional = ("name", "data.max_prompt_tokens")
-    unset = {key: why for key, (value, why) in made.done.items() if str(value) == TODO}
+    unset = {key: why for key, (value, why) in made.settings.items() if str(value) == TODO}
     if missing := [f"{key}: {why}" for key, why in unset.items() if key not in optional]:
         raise ConfigError(
             f"{name}: does not tell these keys, which decide what is learned: "
             f"{'; '.join(missing)}. Give them as the first argument of the trainer: "
             f"{{{missing[0].partition(':')[0]!r}: ...}}."
         )
-    done = {key: value for key, value in made.done.items() if key not in unset}
+    done = {key: value for key, value in made.settings.items() if key not in unset}
     values = nested({key: value for key, (value, _) in done.items()})
     for key, value in own.items():
         put(values, key, value)
