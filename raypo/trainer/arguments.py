@@ -202,7 +202,7 @@ def _with_trl(
     values = nested({key: value for key, (value, _) in done.items()})
     for key, value in own.items():
         put(values, key, value)
-    return values, replace(arguments, args=None), (f"{name}:", *made._replace(done=done).report())
+    return values, replace(arguments, args=None), (f"{name}:", *made._replace(settings=done).report())
 
 
 def _count(arguments: Arguments) -> int | None:
