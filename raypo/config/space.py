@@ -12,7 +12,7 @@ RANGES = {
     "loguniform": "[low, high], both above 0",
     "randint": "[low, high], whole numbers, high left out",
 }
-"""Form of the values of each kind of range, by kind."""
+"""Format of the values of a range, by kind."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
 """Approximate maximum number of whole numbers of a range that are validated."""
@@ -99,8 +99,8 @@ def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in written.items():
-        nests = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
-        if nests and all(isinstance(below, Mapping) for below in value.values()):
+        is_nested = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
+        if is_nested and all(isinstance(entry, Mapping) for entry in value.values()):
             flat |= flat_space(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -111,15 +111,15 @@ def _check_range(key: str, kind: str, values: list[Any]) -> None:
     def refuse(rule: str, remedy: str) -> None:
         raise ValueError(f"space.{key} ({kind}: {values!r}): {rule}. {remedy}.")
 
-    usual = f"Write {kind}: {RANGES[kind]}"
+    form_remedy = f"Write {kind}: {RANGES[kind]}"
     if len(values) != 2:
-        refuse(f"must be {RANGES[kind]}", usual)
+        refuse(f"must be {RANGES[kind]}", form_remedy)
     for value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            refuse("must be numbers", usual)
+            refuse("must be numbers", form_remedy)
         if kind == "randint" and not isinstance(value, int):
-            refuse("must be whole numbers", usual)
+            refuse("must be whole numbers", form_remedy)
     low, high = values
     if not low < high:
         refuse(f"low ({low:g}) must be below high ({high:g})", "Swap or change them")

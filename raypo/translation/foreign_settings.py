@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from raypo.config.base import ConfigError, parsed
+from raypo.config.base import ConfigError, parse_yaml
 
 RECIPES = {"GRPOConfig": "ppo", "RLOOConfig": "ppo", "SFTConfig": "sft", "DPOConfig": "dpo"}
 RECIPES |= {"RewardConfig": "reward_model"}
@@ -297,7 +297,7 @@ def _flags(words: Iterable[str]) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return parsed(text)
+        return parse_yaml(text)
     except (YAMLError, OmegaConfBaseException):
         return text
 

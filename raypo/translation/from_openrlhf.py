@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from raypo.config.base import TODO, ConfigError, parsed
+from raypo.config.base import TODO, ConfigError, parse_yaml
 from raypo.config.sources import DATA_FILES
 from raypo.translation.foreign_arguments import ForeignArguments, Settings, or_todo
 
@@ -189,7 +189,7 @@ def _set_prompts(foreign: ForeignArguments, settings: Settings) -> None:
             "hub with `{path, split: 'train[:N]'}`.",
         )
     if weights := foreign.get("data.prompt_probs"):
-        for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
+        for entry, weight in zip(entries, map(parse_yaml, str(weights).split(",")), strict=False):
             entry["weight"] = weight
     sources = [entry if len(entry) > 1 else entry["path"] for entry in entries]
     settings["data.prompts"] = sources, origin
