@@ -48,10 +48,20 @@ def status(
     with ThreadPoolExecutor(8) as threads:  # remote storage takes about 0.1 s a request
         for location in runs or ["runs"]:
             files = RunFiles.at(location)
-            own = status_at(files)
-            names = [] if own else [name for name in files.names() if not name.startswith(".")]
-            below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
-            statuses = [own] if own else [run for run in below if run is not None]
+            location_status = status_at(files)
+            names = (
+                []
+                if location_status
+                else [name for name in files.names() if not name.startswith(".")]
+            )
+            statuses_below = threads.map(
+                status_at, [RunFiles(files.location, name) for name in names]
+            )
+            statuses = (
+                [location_status]
+                if location_status
+                else [run for run in statuses_below if run is not None]
+            )
             if not statuses:
                 raise no_run(location)
             all_statuses += sorted(statuses, key=lambda run: run.age_s or 0.0)

@@ -60,10 +60,12 @@ def sweep(
         else:
             check_sweep_folder(config, base, files)
             if is_complete(config, files):
-                more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
+                extend_text = (
+                    "" if config.searcher == "grid" else "a larger num_samples adds trials, "
+                )
                 typer.echo(
-                    f"raypo: {config.name} is finished, files in {files.location}; {more}--fresh "
-                    f"starts over."
+                    f"raypo: {config.name} is finished, files in {files.location}; "
+                    f"{extend_text}--fresh starts over."
                 )
                 return
         check_disk(base)

@@ -86,7 +86,7 @@ class Config(BaseModel):
         """Return the default of a dotted key below this section."""
         name, _, subkey = key.partition(".")
         if subkey:
-            return getattr(self, name).default_of(subkey)
+            return getattr(self, name).default_value(subkey)
         return type(self).model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
