@@ -159,5 +159,5 @@ def _score_text(score: float) -> str:
 
 
 def _short(text: str, length: int) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= length else f"{shown[: length - 3]}..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= length else f"{quoted[: length - 3]}..."

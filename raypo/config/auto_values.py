@@ -71,7 +71,7 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
     )
 
 
-def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+def decided_as(config: RecipeConfig, recorded_values: Mapping[str, Any]) -> RecipeConfig:
     """Return the config with its `auto` values resolved as in an earlier run.
 
     `raypo train` calls this before it knows the devices. If they resolve `model.dtype` differently
@@ -80,12 +80,12 @@ def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig
 
     Args:
         config: Config to resolve.
-        earlier: Recorded config of the earlier run.
+        recorded_values: Recorded config of the earlier run.
     """
-    dtype = earlier.get("model", {}).get("dtype", "auto")
+    dtype = recorded_values.get("model", {}).get("dtype", "auto")
     if dtype != "auto":
         config = config.with_dtype(use_gpu=dtype == "bfloat16")
-    current, recorded = flatten(config.model_dump()), flatten(earlier)
+    current, recorded = flatten(config.model_dump()), flatten(recorded_values)
     for key in (MICROBATCH, SLEEP):
         if current.get(key) == "auto" and recorded.get(key) is not None:
             config = with_value(config, key, recorded[key])

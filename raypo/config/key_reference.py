@@ -62,7 +62,7 @@ class Key(NamedTuple):
 
 
 def keys_of(root: type[BaseModel], section: type[BaseModel], path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section of a run file, except those of its subsections."""
+    """Yield the keys of a section of a run file, without the keys of its subsections."""
     texts, conditions = docstrings(section), declarations(root)
     for name, field in section.model_fields.items():
         if is_value(field):

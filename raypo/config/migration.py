@@ -23,11 +23,11 @@ class Counterpart(NamedTuple):
     note: str
     """Unit or difference. If `keys` is empty, the reason why raypo has no counterpart."""
     is_same: bool
-    """Whether raypo's keys take the value unchanged."""
+    """True if raypo's keys take the value unchanged."""
     is_automatic: bool
-    """Whether no raypo key must be set, regardless of the value."""
+    """True if no raypo key must be set, regardless of the value."""
     is_minor: bool
-    """Whether the key concerns memory, speed or files, and not what is learned."""
+    """True if the key concerns memory, speed or files, and not what is learned."""
 
     def keys_in(self, accepted: Sequence[str]) -> tuple[str, ...]:
         """Return the first group of `keys` whose keys are all in `accepted`, or () if there is none."""
@@ -47,13 +47,13 @@ class Counterpart(NamedTuple):
         return max(self._match(name, key) for name in self.names)
 
     def _match(self, name: str, key: str) -> int:
-        last = name.rpartition(".")[2]
-        is_distinctive = "." not in name or "_" in last  # the `n` of rollout.n is ambiguous
+        last_part = name.rpartition(".")[2]
+        is_distinctive = "." not in name or "_" in last_part  # the `n` of rollout.n is ambiguous
         if key == name:
             return 3
         if "." in key and name.endswith(f".{key}"):
             return 2
-        return int(is_distinctive and key.rpartition(".")[2] == last)
+        return int(is_distinctive and key.rpartition(".")[2] == last_part)
 
 
 # Columns: names, newest first | keys here | unit or difference. Signs (a key in [] is optional):
@@ -507,13 +507,14 @@ def remedy_for_foreign(key: str, accepted: Sequence[str]) -> str | None:
         key: An unknown dotted key of a run file.
         accepted: The keys that the run file may have.
     """
-    last = key.rpartition(".")[2]
+    last_part = key.rpartition(".")[2]
     # If a key matches only by its last part, which raypo's keys also end in, the general hint of
     # `remedy_for_unknown` is better.
     matches = [
         row
         for row in counterparts()
-        if row.matches(key) > (last in row.last_parts) and (not row.keys or row.keys_in(accepted))
+        if row.matches(key) > (last_part in row.last_parts)
+        and (not row.keys or row.keys_in(accepted))
     ]
     if not matches:
         return None

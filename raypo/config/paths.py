@@ -44,14 +44,14 @@ def is_uri(path: str) -> bool:
 
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
     """Apply `change` to the string at a dotted key, or to every item of a list at that key."""
-    name, *rest = key
+    name, *subkeys = key
     value = values.get(name)
     if value is None:
         return
-    if rest:
+    if subkeys:
         for section in value if isinstance(value, list | tuple) else [value]:
             if isinstance(section, dict):  # a source may be a plain path
-                _change(section, rest, change)
+                _change(section, subkeys, change)
     elif isinstance(value, list | tuple):
         values[name] = [_change_entry(entry, change) for entry in value]
     else:

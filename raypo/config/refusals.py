@@ -140,4 +140,4 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
 def _endings(key: str) -> list[str]:
     """Return all endings of a key, like coef, kl_coef and ppo_kl_coef for `ppo.kl.coef`."""
     parts = key.split(".")
-    return ["_".join(parts[first:]) for first in range(len(parts))]
+    return ["_".join(parts[start:]) for start in range(len(parts))]

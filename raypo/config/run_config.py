@@ -146,7 +146,7 @@ class RecipeConfig(RunFile):
         """
         count, max_workers = self.learner.num_workers, min(rows.values())
         if count > max_workers:
-            limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
+            limits = ", ".join(f"{key} = {row_count}" for key, row_count in rows.items())
             yield (
                 f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
                 f"Set learner.num_workers to at most {max_workers}."

@@ -27,23 +27,19 @@ class Domain:
     values: tuple[Any, ...]
 
     @classmethod
-    def parse(cls, key: str, written: Any) -> Domain:
+    def parse(cls, key: str, domain: Any) -> Domain:
         """Parse the domain of a key.
 
         Raises:
             ValueError: the value in the file is not a domain. The message has key, value, rule and
                 remedy.
         """
-        if (
-            not isinstance(written, Mapping)
-            or len(written) != 1
-            or next(iter(written)) not in KINDS
-        ):
+        if not isinstance(domain, Mapping) or len(domain) != 1 or next(iter(domain)) not in KINDS:
             raise ValueError(
-                f"space.{key} ({written!r}): must be one of {', '.join(KINDS)} with its values. "
+                f"space.{key} ({domain!r}): must be one of {', '.join(KINDS)} with its values. "
                 f"Write it like {{loguniform: [1.0e-4, 1.0]}} or {{choice: [0.1, 0.2]}}."
             )
-        ((kind, values),) = written.items()
+        ((kind, values),) = domain.items()
         if not isinstance(values, list | tuple) or not values:
             raise ValueError(
                 f"space.{key} ({kind}: {values!r}): must be a list of values. Write "
@@ -92,13 +88,13 @@ class Domain:
         return f"{self.kind} {', '.join(_short(value) for value in self.values)}"
 
 
-def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_space(space: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a search space as a flat mapping: `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
 
     Nested keys, as in overrides, become dotted keys.
     """
     flat: dict[str, Any] = {}
-    for key, value in written.items():
+    for key, value in space.items():
         is_nested = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
         if is_nested and all(isinstance(entry, Mapping) for entry in value.values()):
             flat |= flat_space(value, f"{prefix}{key}.")

@@ -175,10 +175,10 @@ class SweepConfig(RunFile):
 
     @field_validator("space", mode="before")
     @classmethod
-    def _domains(cls, written: Any) -> Any:
-        if not isinstance(written, Mapping):
-            return written
-        flat = flat_space({str(key): value for key, value in written.items()})
+    def _domains(cls, space: Any) -> Any:
+        if not isinstance(space, Mapping):
+            return space
+        flat = flat_space({str(key): value for key, value in space.items()})
         return {key: Domain.parse(key, value) for key, value in flat.items()}
 
     def _problems(self) -> Iterator[str]:
@@ -268,13 +268,13 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
     """Return a copy of nested values with the dotted keys of `point` set to its values."""
     tree = copy.deepcopy(dict(values))  # free mappings may have dots or numbers as keys
     for key, value in point.items():
-        *sections, last = key.split(".")
+        *sections, last_name = key.split(".")
         section = tree
         for name in sections:
             if not isinstance(section.get(name), dict):
                 section[name] = {}
             section = section[name]
-        section[last] = value
+        section[last_name] = value
     return tree
 
 
@@ -294,7 +294,7 @@ def check_key(key: str, config_class: type[AnyConfig], *, space: str = "space") 
     if key not in keys:
         hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
-    subkeys = [other for other in keys if other.startswith(f"{key}.")]
+    subkeys = [known_key for known_key in keys if known_key.startswith(f"{key}.")]
     if subkeys:
         raise ConfigError(
             f"{space}.{key}: is a section of the run config. Name one of its keys, like "

@@ -448,8 +448,8 @@ def _discounted_suffix_sums(
         turn_number = turns.clamp(min=0)
         sums = x.new_zeros(x.shape).scatter_add_(1, turn_number, x)  # sum of each turn
         exclusive_cumsum, turn_start_cumsum = x.cumsum(1) - x, sums.cumsum(1) - sums
-        later = _discounted_suffix_sums(sums, discount)
-        return later.gather(1, turn_number) - (
+        later_sums = _discounted_suffix_sums(sums, discount)
+        return later_sums.gather(1, turn_number) - (
             exclusive_cumsum - turn_start_cumsum.gather(1, turn_number)
         )
     if isinstance(discount, float) and discount == 0.0:
@@ -465,7 +465,7 @@ def _discounted_suffix_sums(
     powers = torch.where(exponents >= 0, base ** exponents.clamp(min=0).to(x), 0.0)
     sums = padded.reshape(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
     if num_chunks > 1:
-        later = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
+        later_sums = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
         end_discounts = base ** (chunk - steps).to(x)  # [chunk], or [B, 1, chunk]
-        sums[:, :-1].addcmul_(later.unsqueeze(2), end_discounts)
+        sums[:, :-1].addcmul_(later_sums.unsqueeze(2), end_discounts)
     return sums.reshape(rows, num_chunks * chunk)[:, :width]

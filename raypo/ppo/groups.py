@@ -147,8 +147,8 @@ def parts_over_workers(
             )
         part = keep(all_parts[:, column], has_part)
         total += weight * baseline_by_index(part, group, has_part, sample, kind="grpo")
-    first, _ = _first_rows(group, sample, is_valid)
-    valid_totals = total[first][is_valid[first]]
+    first_rows, _ = _first_rows(group, sample, is_valid)
+    valid_totals = total[first_rows][is_valid[first_rows]]
     # Compare for equality: by rounding, the deviation of equal numbers may be above 0.
     if len(valid_totals) < 2 or valid_totals.min() == valid_totals.max():
         return parts.new_zeros(len(parts))
@@ -190,11 +190,11 @@ def baseline_by_index(
     if len(scores) == 0:
         return scores
     if sample_index is not None:
-        first, sample = _first_rows(group_index, sample_index, valid)
-        if len(first) < len(scores):
-            sample_columns = scores[first], group_index[first], valid[first]
+        first_rows, sample = _first_rows(group_index, sample_index, valid)
+        if len(first_rows) < len(scores):
+            sample_columns = scores[first_rows], group_index[first_rows], valid[first_rows]
             if lengths is not None:
-                total = lengths.new_zeros(len(first))
+                total = lengths.new_zeros(len(first_rows))
                 lengths = total.index_add(0, sample, torch.where(valid, lengths, 0))
             advantages = baseline_by_index(
                 *sample_columns, kind=kind, lengths=lengths, pass_k=pass_k
@@ -227,10 +227,10 @@ def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tup
     """
     pairs = torch.stack([group_index, sample_index])
     samples, sample = pairs.unique(dim=1, return_inverse=True)
-    # Invalid rows get numbers above those of all valid rows, so the minimum prefers valid rows.
+    # Invalid rows get higher numbers than all valid rows, so the minimum prefers valid rows.
     rows = torch.arange(len(valid)) + len(valid) * ~valid
-    first = rows.new_full((samples.shape[1],), 2 * len(valid))
-    return first.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
+    first_rows = rows.new_full((samples.shape[1],), 2 * len(valid))
+    return first_rows.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
 
 
 def pass_at_k(
@@ -266,7 +266,7 @@ def pass_at_k(
     if bool(((num_correct < 0) | (num_correct > num_samples)).any()):
         raise ValueError("num_correct must lie between 0 and num_samples.")
     # C(n - c, k) / C(n, k) = product over i < k of (n - c - i) / (n - i): no huge numbers.
-    drawn = torch.arange(k, device=num_samples.device)
-    remaining = num_samples.unsqueeze(1) - drawn  # [P, k]
+    draws = torch.arange(k, device=num_samples.device)
+    remaining = num_samples.unsqueeze(1) - draws  # [P, k]
     remaining_wrong = (remaining - num_correct.unsqueeze(1)).clamp(min=0)  # [P, k]
     return 1.0 - (remaining_wrong.double() / remaining.double()).prod(1)

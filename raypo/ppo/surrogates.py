@@ -138,7 +138,7 @@ def cispo(inputs: SurrogateInputs) -> TokenLoss:
 def sapo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -A * 4 / tau * sigmoid(tau * (ratio - 1)), a soft gate in place of the clip.
 
-    The gradient fades out as the ratio moves away from 1. At ratio 1 the slope is that of `ppo`,
+    The gradient fades out as the ratio moves away from 1. At ratio 1 it has the slope of `ppo`,
     and the value differs by a constant. tau is larger for negative advantages. clip_low and
     clip_high are not used.
 
@@ -192,8 +192,8 @@ def dppo_tv(inputs: SurrogateInputs) -> TokenLoss:
 
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 13 (binary TV).
     """
-    old, new = _probabilities(inputs)
-    return _masked_surrogate(inputs, (new - old).abs())
+    old_probs, new_probs = _probabilities(inputs)
+    return _masked_surrogate(inputs, (new_probs - old_probs).abs())
 
 
 def dppo_kl(inputs: SurrogateInputs) -> TokenLoss:
@@ -204,12 +204,12 @@ def dppo_kl(inputs: SurrogateInputs) -> TokenLoss:
 
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 14 (binary KL).
     """
-    old, new = _probabilities(inputs)
-    other_log_ratio = torch.log((1.0 - old).clamp(min=TINY)) - torch.log(
-        (1.0 - new).clamp(min=TINY)
+    old_probs, new_probs = _probabilities(inputs)
+    other_log_ratio = torch.log((1.0 - old_probs).clamp(min=TINY)) - torch.log(
+        (1.0 - new_probs).clamp(min=TINY)
     )
     return _masked_surrogate(
-        inputs, (1.0 - old) * other_log_ratio - old * inputs.log_ratio.detach()
+        inputs, (1.0 - old_probs) * other_log_ratio - old_probs * inputs.log_ratio.detach()
     )
 
 

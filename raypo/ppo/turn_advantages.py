@@ -77,11 +77,11 @@ def _states(experience: Experience, row: Tensor, start: Tensor) -> Tensor:
     ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
     prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
     hashes = []
-    for row_number, end in zip(row.tolist(), start.tolist(), strict=True):
-        begin = end
-        while begin > 0 and not sampled[row_number, begin - 1]:
-            begin -= 1
-        prompt = prompts[row_number][prompt_mask[row_number]].tobytes() if begin == 0 else b""
-        text = prompt + ids[row_number, begin:end].tobytes()
+    for row_number, turn_start in zip(row.tolist(), start.tolist(), strict=True):
+        state_start = turn_start
+        while state_start > 0 and not sampled[row_number, state_start - 1]:
+            state_start -= 1
+        prompt = prompts[row_number][prompt_mask[row_number]].tobytes() if state_start == 0 else b""
+        text = prompt + ids[row_number, state_start:turn_start].tobytes()
         hashes.append(xxhash.xxh64_intdigest(text) >> 1)  # within int64
     return torch.tensor(hashes, dtype=torch.int64)

@@ -127,10 +127,10 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         keys, batch_size = sorted(items), config.learner.batch_size
         batches: list[list[Item]] = []
         for epoch in range(config.learner.num_epochs):
-            drawn = minibatch_order(config.seed, step, epoch, len(keys))
-            order = [items[keys[index]] for index in drawn]
+            indices = minibatch_order(config.seed, step, epoch, len(keys))
+            order = [items[keys[index]] for index in indices]
             batches += [
-                order[first : first + batch_size] for first in range(0, len(order), batch_size)
+                order[start : start + batch_size] for start in range(0, len(order), batch_size)
             ]
         updates: list[dict[str, float]] = []
         for batch_index in range(workers.broadcast(len(batches))):

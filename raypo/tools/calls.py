@@ -108,7 +108,7 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     """
     if bare_calls := _bare_calls(text):
         return "", bare_calls
-    thought, tag, rest = text.partition("</think>")
+    thought, tag, remainder = text.partition("</think>")
     opens_thought = thought.lstrip().startswith("<think>")
     if not tag and not opens_thought:
         return _split(text, 0, tools)
@@ -117,7 +117,7 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
         # opened the thought, and the thought contains a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
-    return _split(text, len(text) - len(rest), tools)
+    return _split(text, len(text) - len(remainder), tools)
 
 
 def _can_split(text: str, tools: Tools) -> bool:
@@ -127,11 +127,11 @@ def _can_split(text: str, tools: Tools) -> bool:
     return False
 
 
-def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
-    """Split a response like `split_tool_calls`, ignoring calls before `begin`."""
-    if bare_calls := _bare_calls(text[begin:]):
-        return text[:begin], bare_calls
-    calls, offset, first, can_end_early = [], begin, None, False
+def _split(text: str, start: int, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Split a response like `split_tool_calls`, ignoring calls before `start`."""
+    if bare_calls := _bare_calls(text[start:]):
+        return text[:start], bare_calls
+    calls, offset, first_mark, can_end_early = [], start, None, False
     while True:
         mark = _MARK.search(text, offset)
         # If a value contains the same tags as the call, the call may have been closed too early.
@@ -139,8 +139,8 @@ def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
         if can_end_early and _STRAY.search(text[offset : mark.start() if mark else len(text)]):
             raise ToolError("a tool call is ambiguous: its tags also occur in a value")
         if mark is None:
-            return text[:first], calls
-        first = mark.start() if first is None else first
+            return text[:first_mark], calls
+        first_mark = mark.start() if first_mark is None else first_mark
         can_end_early = text.startswith("<function=", _skip_space(text, mark.end()))
         new_calls, offset = _parse_calls(text, mark.end(), MARKS[mark[0]], tools)
         calls += new_calls
@@ -245,13 +245,13 @@ def _parse_functions(text: str, offset: int, tools: Tools) -> tuple[list[Any], i
     while function := _FUNCTION.match(text, offset):
         name, offset, arguments = function[1], function.end(), {}
         while parameter := _PARAMETER.match(text, offset):
-            begin, key = parameter.end(), parameter[1]
-            end = _VALUE_END.search(text, begin)
+            value_start, key = parameter.end(), parameter[1]
+            end = _VALUE_END.search(text, value_start)
             if end is None:
                 raise ToolError(f"the argument {key} of {name} does not end with </parameter>")
             if key in arguments:
                 raise ToolError(f"the argument {key} of {name} is given twice")
-            arguments[key], offset = text[begin : end.start()], end.end()
+            arguments[key], offset = text[value_start : end.start()], end.end()
         if not text.startswith("</function>", offset):
             raise ToolError(f"the call of {name} does not end with </function>")
         offset = _skip_space(text, offset + len("</function>"))

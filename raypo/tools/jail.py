@@ -159,7 +159,7 @@ def _run_as_init(jail: Jail) -> NoReturn:
     try:
         os.setsid()
         _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could be called by the program
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program could trigger a Python handler
         program = os.fork()
         if program == 0:
             _exec_program(jail)
@@ -222,7 +222,8 @@ def _exec_program(jail: Jail) -> NoReturn:
         resource.RLIMIT_NOFILE: jail.files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: jail.processes + 2 * (os.geteuid() != 0),  # supervisor and init
-        resource.RLIMIT_SIGPENDING: jail.files,  # also bounds timers; may be the same user
+        # This bounds timers too. The caller may be the same user.
+        resource.RLIMIT_SIGPENDING: jail.files,
     }
     for limit, maximum in limits.items():
         resource.setrlimit(limit, (maximum, maximum))

@@ -44,7 +44,7 @@ class ProgramResult:
     """Exit code of the program. The negative signal number if a signal killed the program.
     None means that the time limit ended the program."""
     is_cut: bool = False
-    """Whether the output was truncated."""
+    """True if the output was truncated."""
 
 
 POLL_S = 0.02

@@ -74,7 +74,7 @@ class TrainerInput(Generic[AnyConfig]):
     models: dict[str, tuple[Any, Any]]
     """Model and tokenizer to save into the run's folder, by config key."""
     is_built: bool
-    """Whether the config was built from arguments, not given as a file or a config object."""
+    """True if the config was built from arguments, not given as a file or a config object."""
     report: tuple[str, ...] = ()
     """Lines about the use of each field of a TRL config."""
 
@@ -230,16 +230,16 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested values. A mapping is merged into an existing mapping."""
     if isinstance(value, BaseModel):  # a section, like PPOSection(num_epochs=2)
         value = value.model_dump(exclude_unset=True)
-    first, _, subkey = key.partition(".")
+    top_key, _, subkey = key.partition(".")
     if subkey:
-        section = values.get(first)
-        values[first] = dict(section) if isinstance(section, Mapping) else {}
-        put(values[first], subkey, value)
-    elif isinstance(value, Mapping) and isinstance(values.get(first), Mapping):
+        section = values.get(top_key)
+        values[top_key] = dict(section) if isinstance(section, Mapping) else {}
+        put(values[top_key], subkey, value)
+    elif isinstance(value, Mapping) and isinstance(values.get(top_key), Mapping):
         for name, entry in value.items():
-            put(values, f"{first}.{name}", entry)
+            put(values, f"{top_key}.{name}", entry)
     else:
-        values[first] = value
+        values[top_key] = value
 
 
 def _nested_values(config: object, config_class: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
@@ -336,12 +336,12 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
         name for name in names if getattr(tokenizer, name, None) != getattr(loaded, name, None)
     ]
     # Scripts add a padding token, which raypo does not need.
-    pad = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
+    padding_tokens = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
     tokens, loaded_tokens = (
         {
             name: token
             for name, token in getattr(source, "added_tokens_decoder", {}).items()
-            if str(token) not in pad
+            if str(token) not in padding_tokens
         }
         for source in (tokenizer, loaded)
     )

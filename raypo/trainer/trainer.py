@@ -389,7 +389,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
             }
-            result = self._fit_in_thread(monitor, console, begun=started_at)
+            result = self._fit_in_thread(monitor, console, started_at=started_at)
             status = (result.return_value or {}).get("status", "failed")
             return result
         except KeyboardInterrupt:
@@ -462,16 +462,18 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated=dedicated.handles,
         )
 
-    def _fit_in_thread(self, monitor: ActorHandle, console: Console, *, begun: float) -> Result:
+    def _fit_in_thread(
+        self, monitor: ActorHandle, console: Console, *, started_at: float
+    ) -> Result:
         """Run Ray Train in a thread and show the workers' events until it ends.
 
         Args:
             monitor: The run's monitor.
             console: Console for the events.
-            begun: Time from which `stop.after_s` counts, on the monotonic clock.
+            started_at: Time from which `stop.after_s` counts, on the monotonic clock.
         """
         after_s = self.config.stop.after_s
-        deadline = math.inf if after_s is None else begun + after_s
+        deadline = math.inf if after_s is None else started_at + after_s
 
         def stop() -> None:
             monitor.request_stop.remote()
@@ -512,8 +514,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 attempts, group = ray.get(monitor.end_attempt.remote())
                 if group is not None:  # everything else that the workers hold ends with them
                     remove_placement_group(group)
-                left = failures_left(self.config.max_failures, attempts)
-                if group is None or left is None:
+                remaining_failures = failures_left(self.config.max_failures, attempts)
+                if group is None or remaining_failures is None:
                     failure = ControllerError(error)
                     failure.add_note(advice(self.config.max_failures))
                     raise failure from None
@@ -522,7 +524,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "Ray Train's controller was lost; the run resumes from its last checkpoint.",
             )
             self._wait_for_room(monitor, partial(monitor.tell.remote, "message"))
-            self._allow_failures(left)
+            self._allow_failures(remaining_failures)
 
     def _allow_failures(self, count: int) -> None:
         failure_config = self.run_config.failure_config or FailureConfig()

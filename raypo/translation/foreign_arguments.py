@@ -40,7 +40,7 @@ def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
 
 
 class ForeignArguments:
-    """Another project's arguments, with a record of those that the translation has read."""
+    """Another project's arguments, with a record of the arguments that the translation reads."""
 
     def __init__(self, source: Source, rows: int | None = None) -> None:
         self.project, self.kind, self.recipe = source.project, source.kind, source.recipe
@@ -89,7 +89,7 @@ class ForeignArguments:
         """Return a name and the older names of the same argument.
 
         A row of the tables may also name several arguments that exist at the same time. Older
-        names are those without a default, or whose default is null.
+        names have no default, or the default null.
         """
         counterpart = self._counterparts.get(name)
         if not counterpart or counterpart.is_minor or counterpart.is_automatic:

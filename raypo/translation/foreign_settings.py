@@ -72,7 +72,7 @@ class Source(NamedTuple):
     arguments: Mapping[str, Any]
     """Values by name. verl's names are dotted."""
     is_complete: bool
-    """Whether `arguments` also contains the settings that have their default."""
+    """True if `arguments` also contains the settings with default values."""
 
     @property
     def recipe(self) -> str:
@@ -252,17 +252,17 @@ def _split_command(text: str, origin: str, file: str) -> list[str]:
         raise ConfigError(f"{origin}: {error}. Correct the quotes.") from None
 
 
-def _hydra_arguments(words: Sequence[str], origin: str) -> dict[str, Any]:
+def _hydra_arguments(remaining_words: Sequence[str], origin: str) -> dict[str, Any]:
     """Return the overrides of a command of verl."""
     overrides: dict[str, Any] = {}
     options = {"--config-path": ("config", "./config"), "--config-name": _PPO_CONFIGS}
-    words = [*words]
-    while words:
-        if not (word := words.pop(0).strip()):
+    remaining_words = [*remaining_words]
+    while remaining_words:
+        if not (word := remaining_words.pop(0).strip()):
             continue
         name, equals, value = word.partition("=")
         if name in options:
-            value = value if equals else words.pop(0) if words else ""
+            value = value if equals else remaining_words.pop(0) if remaining_words else ""
             if value.removesuffix(".yaml") not in options[name]:
                 raise ConfigError(
                     f"{origin} ({name} {value}): this YAML is not in the command. Add `--cfg job "

@@ -264,7 +264,7 @@ def _set_correction(foreign: ForeignArguments, settings: Settings) -> None:
     if kind := foreign.get(name):
         settings["ppo.correction.kind"] = kinds.get(kind, TODO), foreign.origin(name)
         foreign.copy(settings, {f"{name}_threshold": "ppo.correction.cap"})
-    old_name = f"{_ACTOR}tis_imp_ratio_cap"  # of verl 0.5
+    old_name = f"{_ACTOR}tis_imp_ratio_cap"  # the name in verl 0.5
     if old_name in foreign.arguments and foreign.number(old_name) > 0:
         settings["ppo.correction.kind"] = "tis", old_name
         foreign.copy(settings, {old_name: "ppo.correction.cap"})

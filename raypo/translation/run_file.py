@@ -70,7 +70,7 @@ class Translation(NamedTuple):
         ]
 
     def report(self) -> list[str]:
-        """Return the lines for the user."""
+        """Return the report for the user, as lines."""
         lines: list[str] = []
         for title, notes in (
             ("TODO below, to be set:", self.todo()),

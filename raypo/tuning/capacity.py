@@ -174,8 +174,8 @@ def describe(sweep: SweepConfig, plan: SweepPlan) -> list[str]:
     ]
     if sweep.searcher == "grid":
         for index, point in enumerate(grid_points(sweep)):
-            values = ", ".join(f"{key}={value}" for key, value in point.items())
-            lines.append(f"  {trial_name(sweep.name, index)}: {values}")
+            point_text = ", ".join(f"{key}={value}" for key, value in point.items())
+            lines.append(f"  {trial_name(sweep.name, index)}: {point_text}")
     return lines
 
 

@@ -55,7 +55,7 @@ class Goal:
         )
 
     def excess(self, metrics: Metrics) -> dict[str, float]:
-        """Return the violation of each constraint. At most 0 means that it is satisfied."""
+        """Return the violation of each constraint. A satisfied constraint has at most 0."""
         return {
             str(constraint): constraint.excess(metrics.get(constraint.metric, math.nan))
             for constraint in self.constraints
@@ -80,7 +80,7 @@ class Goal:
     def ranks(self, trials: Sequence[Metrics]) -> list[int]:
         """Rank the trials from 1; ties keep their order.
 
-        Feasible trials come first, then infeasible ones, then those without a score. Scores of
+        Feasible trials come first, then infeasible trials, then trials without a score. Scores of
         different steps are never compared. Among feasible trials, and likewise among infeasible
         ones, a score of a later step ranks first, as in successive halving (arXiv:1810.05934). A
         stopped trial therefore ranks below trials that reached a later score.
@@ -165,7 +165,7 @@ def scored_step(metrics: Metrics) -> int:
 def last_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
     """Return the last value of each metric.
 
-    Until a metric `eval/x` is measured, its value is that of the initial evaluation,
+    Until a metric `eval/x` is measured, its value is the one of the initial evaluation,
     `eval/initial_x`.
 
     Args:
@@ -173,17 +173,17 @@ def last_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
         goal: Objective. The last step at which its first metric was measured is added as
             SCORED_STEP.
     """
-    last: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     score = goal.metrics[0]
     for row in rows:
         if score in row:
-            last[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
+            metrics[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
         for name, value in row.items():
-            last.setdefault(name.replace("eval/initial_", "eval/"), value)
-            last[name] = value
-        if score in last:
-            last.setdefault(SCORED_STEP, 0)
-    return last
+            metrics.setdefault(name.replace("eval/initial_", "eval/"), value)
+            metrics[name] = value
+        if score in metrics:
+            metrics.setdefault(SCORED_STEP, 0)
+    return metrics
 
 
 def as_report(metrics: Metrics, goal: Goal) -> dict[str, float]:

@@ -75,13 +75,13 @@ def best_trial_text(trials: Sequence[TrialRecord], goal: Goal, files: RunFiles) 
 def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
     """Return the paired changes of a trial's held-out and reward-model scores up to a step."""
     changes: dict[str, Change] = {}
-    score = held_out_change(files, step)
-    if score is None:
+    score_change = held_out_change(files, step)
+    if score_change is None:
         return changes
-    first, last, changes[SCORE] = score
+    first_step, last_step, changes[SCORE] = score_change
     weights = model_weights(files.config() or {})
     reward_model_change = paired_change(
-        *(model_scores(files, endpoint, weights) for endpoint in (first, last))
+        *(model_scores(files, endpoint, weights) for endpoint in (first_step, last_step))
     )
     return changes | ({REWARD_MODEL: reward_model_change} if reward_model_change else {})
 

@@ -149,21 +149,21 @@ class Segment:
                 unchanged.
         """
         with pointer.as_directory() as pointer_folder:
-            other = Segment(**json.loads((Path(pointer_folder) / SEGMENT).read_text()))
-        last_comparison = int(other.known[STEP])
-        if other.trial == self.trial:
+            source_segment = Segment(**json.loads((Path(pointer_folder) / SEGMENT).read_text()))
+        last_comparison = int(source_segment.known[STEP])
+        if source_segment.trial == self.trial:
             segment = dataclasses.replace(self, compared=last_comparison)
             segment.write(files)
             return segment
-        assert other.checkpoint is not None
+        assert source_segment.checkpoint is not None
         next_segment = Segment(
-            self.trial, number=self.number + 1, known=other.known, compared=last_comparison
+            self.trial, number=self.number + 1, known=source_segment.known, compared=last_comparison
         )
         open_folder(
             files.location, next_segment.folder
         ).remove()  # left by an attempt that was killed
         copy_location = below(files.location, next_segment.folder, COPIED)
-        copy_checkpoint(other.checkpoint, copy_location)
+        copy_checkpoint(source_segment.checkpoint, copy_location)
         next_segment = dataclasses.replace(
             next_segment, resume_from=copy_location, checkpoint=copy_location
         )

@@ -129,10 +129,10 @@ def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str,
         last_step: Last step reported to Tune. A stopped trial runs one more step.
     """
     reports: list[dict[str, float]] = []
-    last: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for row in files.metrics():
         if row[STEP] > last_step:
             break
-        last = last_metrics([last, row], goal)
-        reports.append(as_report(last, goal))
+        metrics = last_metrics([metrics, row], goal)
+        reports.append(as_report(metrics, goal))
     return reports

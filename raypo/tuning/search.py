@@ -70,8 +70,8 @@ class SweepSearcher(Searcher):
         """
         super().__init__()
         self._goal = Goal.of(sweep)
-        ended = [record for record in records if record.has_ended]
-        self.num_trials = max(sweep.num_trials - len(ended), 0)
+        ended_records = [record for record in records if record.has_ended]
+        self.num_trials = max(sweep.num_trials - len(ended_records), 0)
         """Number of remaining trials."""
         names = [trial_name(sweep.name, index) for index in range(len(records) + self.num_trials)]
         points: list[Point] = []
@@ -103,7 +103,7 @@ class SweepSearcher(Searcher):
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
             ),
         )
-        for record in ended:
+        for record in ended_records:
             if values := self._values(record.metrics):
                 past_trial = optuna.trial.create_trial(
                     values=values,

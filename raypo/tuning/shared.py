@@ -25,9 +25,9 @@ class Sharing:
     models: tuple[str, ...] = ()
     """Roles of the frozen models that all trials use: reference, reward_0, ..., judge."""
     engines: bool = False
-    """Whether each deployment of engines is reused by one trial after another."""
+    """True if each deployment of engines is reused by one trial after another."""
     pool: bool = False
-    """Whether all trials use the same engines concurrently, each with its own LoRA adapter."""
+    """True if all trials use the same engines concurrently, each with its own LoRA adapter."""
     bundles: tuple[Bundle, ...] = ()
     """Bundles of the placement group that holds the models and the pool. It is
     empty on CPUs, because all processes share the cores."""

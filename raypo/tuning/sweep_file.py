@@ -100,7 +100,7 @@ def _run(
     status = "failed"
     try:
         if searcher.num_trials:
-            ended = [record for record in records if record.has_ended]
+            ended_records = [record for record in records if record.has_ended]
             unfinished = [record for record in records if not record.has_ended]
             scheduler = scheduler_of(
                 sweep,
@@ -109,7 +109,7 @@ def _run(
                 last_comparison=last_comparison(trial_files(files, r.name) for r in unfinished),
             )
             if sweep.scheduler.kind != "pbt":  # pbt compares only trials that still run
-                tell_past(scheduler, {r.name: past_reports(r, files, goal) for r in ended})
+                tell_past(scheduler, {r.name: past_reports(r, files, goal) for r in ended_records})
             open_folder(files.location, TUNE_FOLDER).remove()
             tuner = Tuner(
                 base,

@@ -55,10 +55,10 @@ class SweepData:
 
 def load_sweep(files: RunFiles) -> SweepData | None:
     """Load the results so far of a folder's sweep, or None if the folder holds no sweep."""
-    recorded = recorded_sweep(files)
-    if recorded is None:
+    recorded_config = recorded_sweep(files)
+    if recorded_config is None:
         return None
-    config, base = recorded
+    config, base = recorded_config
     goal = Goal.of(config)
     trials = ranked(read_trials(files), goal)
     runs = {trial.name: trial_files(files, trial.name) for trial in trials}

@@ -103,7 +103,7 @@ def point_of(config: Mapping[str, Any], config_class: type[AnyConfig]) -> Point:
 
 
 def plain(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python one, for YAML."""
+    """Convert a NumPy scalar to a Python number or text, for YAML."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -232,7 +232,7 @@ class TrialReports(UserCallback):
         self._goal, self._metrics = goal, metrics
         self._files, self._segment = files, segment
         self.is_trial_stopped = False
-        """Whether Tune has stopped the trial and waits until its actor is free."""
+        """True if Tune has stopped the trial and waits until its actor is free."""
 
     def after_report(
         self,

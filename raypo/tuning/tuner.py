@@ -69,7 +69,7 @@ class Tuner:
     """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
     Trials share the reference model, the reward models and the engines, like the trials of `raypo
-    sweep`. The results of a trial equal those of a separate run.
+    sweep`. A trial has the same results as a separate run.
     """
 
     def __init__(
@@ -188,10 +188,12 @@ class Tuner:
             if self._resume is None:
                 self._check_folder()
             plan = self._plan()
-            functions, resumes = self._trainer.given_functions, self._resume is not None
-            for change in record_inputs(self._base, self._files, resumes=resumes, given=functions):
+            functions, is_resumed = self._trainer.given_functions, self._resume is not None
+            for change in record_inputs(
+                self._base, self._files, resumes=is_resumed, given=functions
+            ):
                 Console().message(f"changed input, accepted: {change}")
-            if not resumes:
+            if not is_resumed:
                 self._write_arguments()
             Console().message(
                 f"{self._files.name}: {plan.num_slots} trials at a time; files in "

@@ -39,8 +39,8 @@ def trial_table(
 
     ranked_records = ranked(records, goal)
     front = goal.front([record.judged for record in ranked_records])
-    shown = ranked_records[:MAX_ROWS]
-    keys = list(dict.fromkeys(key for record in shown for key in record.point))
+    shown_records = ranked_records[:MAX_ROWS]
+    keys = list(dict.fromkeys(key for record in shown_records for key in record.point))
     short_keys = [key.partition(".")[2] or key for key in keys]
     names = [
         short if short_keys.count(short) == 1 else key
@@ -49,7 +49,7 @@ def trial_table(
     metrics = [*goal.named, REWARD_MODEL, KL]
     other_metrics = [name for name in metrics[len(goal.metrics) :] if name not in goal.metrics]
     other_metrics = [
-        name for name in other_metrics if any(name in record.metrics for record in shown)
+        name for name in other_metrics if any(name in record.metrics for record in shown_records)
     ]
 
     def cells(record: TrialRecord, metrics: Sequence[str]) -> dict[str, str]:
@@ -73,13 +73,13 @@ def trial_table(
             **cells(record, other_metrics),
             f"{device}-s": f"{record.device_s:.0f}",
         }
-        for row, record in enumerate(shown)
+        for row, record in enumerate(shown_records)
     ]
     if not rows:
         return "no trial has started"
     width = width or shutil.get_terminal_size().columns
     lines = [pd.DataFrame(rows).to_string(index=False, line_width=width)]
-    if len({record.scored_step for record in shown if record.metrics}) > 1:
+    if len({record.scored_step for record in shown_records if record.metrics}) > 1:
         lines.append(_RANKING)
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import RECIPES
 from raypo.translation.foreign_arguments import defaults_of
 from raypo.translation.foreign_settings import RECIPES as RECIPES_OF_TRL
-from raypo.translation.foreign_settings import trl_source, read_source
+from raypo.translation.foreign_settings import read_source, trl_source
 from raypo.translation.run_file import run_file, translate
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
