@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         SFTConfig,
     )
     from raypo.ppo.custom_functions import StepRewards, StepScores
-    from raypo.ppo.surrogates import TokenLoss, Tokens
+    from raypo.ppo.surrogates import SurrogateInputs, TokenLoss
     from raypo.recipes.ppo import train_loop_per_worker
     from raypo.rollout.interface import Agent, Environment
     from raypo.run.callbacks import StepView
@@ -37,7 +37,7 @@ _HOMES = {
     "raypo.config": "ConfigError DPOConfig DistillationConfig IterativeDPOConfig PPOConfig "
     "RejectionSamplingConfig RewardModelConfig SFTConfig",
     "raypo.ppo.custom_functions": "StepRewards StepScores",
-    "raypo.ppo.surrogates": "TokenLoss Tokens",
+    "raypo.ppo.surrogates": "SurrogateInputs TokenLoss",
     "raypo.recipes.ppo": "train_loop_per_worker",
     "raypo.rollout.interface": "Agent Environment",
     "raypo.run.callbacks": "StepView",

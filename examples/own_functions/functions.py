@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from raypo import Rollout, StepRewards, StepScores, StepView, Tokens
+from raypo import Rollout, StepRewards, StepScores, StepView, SurrogateInputs
 
 
 def right_digits(rollouts: list[Rollout]) -> list[dict[str, float]]:
@@ -20,14 +20,14 @@ def right_digits(rollouts: list[Rollout]) -> list[dict[str, float]]:
     ]
 
 
-def spo(tokens: Tokens) -> Tensor:
+def spo(inputs: SurrogateInputs) -> Tensor:
     """[B, T]: a parabola whose top is at the clip of PPO, so the gradient turns where PPO's ends.
 
     Paper: Xie et al. 2024, arXiv:2401.16025 (Simple Policy Optimization).
     """
-    ratio = tokens.log_ratio.exp()
-    bend = tokens.advantages.abs() / (2 * tokens.clip_high)
-    return -(ratio * tokens.advantages - bend * (ratio - 1).square())
+    ratio = inputs.log_ratio.exp()
+    bend = inputs.advantages.abs() / (2 * inputs.clip_high)
+    return -(ratio * inputs.advantages - bend * (ratio - 1).square())
 
 
 def over_the_median(step: StepRewards) -> Tensor:

@@ -62,8 +62,8 @@ def evaluate(
     results = evaluate_model(policy, settings, tell)
     _print(results)
     if to is not None:
-        written = finite({"model": policy, "results": results})
-        to.write_text(json.dumps(written, indent=2) + "\n")
+        content = finite({"model": policy, "results": results})
+        to.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @exit_status()

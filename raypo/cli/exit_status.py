@@ -17,7 +17,7 @@ def exit_status(*, resumes: bool = False) -> Iterator[None]:
     """Turn a command's exceptions into a message and an exit status.
 
     Args:
-        resumes: Whether the same command resumes the interrupted work, for the message.
+        resumes: Whether the message may say that the same command resumes the interrupted work.
     """
     from raypo.config import ConfigError
 
@@ -29,12 +29,12 @@ def exit_status(*, resumes: bool = False) -> Iterator[None]:
     except typer.Exit:
         raise
     except KeyboardInterrupt:
-        more = "; the same command resumes from the last checkpoint" if resumes else ""
-        tell(f"stopped at once{more}.")
+        resume_text = "; the same command resumes from the last checkpoint" if resumes else ""
+        tell(f"stopped at once{resume_text}.")
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # a normal exit could wait for Ray's threads
     except Exception as error:
-        raise typer.Exit(_tell_failure(error)) from None
+        raise typer.Exit(_report_failure(error)) from None
 
 
 def tell(text: str) -> None:
@@ -42,10 +42,10 @@ def tell(text: str) -> None:
     typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
 
 
-def _tell_failure(error: Exception) -> int:
+def _report_failure(error: Exception) -> int:
     """Write an error with its traceback, and return the exit status.
 
-    Wrong input that only workers could detect is reported like other wrong input.
+    Wrong input that only workers can detect is reported like other wrong input.
     """
     import traceback
 
@@ -53,9 +53,9 @@ def _tell_failure(error: Exception) -> int:
     from raypo.custom.errors import UserCodeError
     from raypo.ray_internals import cause_of
 
-    at_start = getattr(error, "controller_failure", None)
-    if isinstance(at_start, ConfigError):  # raised in a worker; Ray has added a traceback
-        tell(str(getattr(at_start, "cause", at_start)))
+    start_error = getattr(error, "controller_failure", None)
+    if isinstance(start_error, ConfigError):  # raised in a worker; Ray has added a traceback
+        tell(str(getattr(start_error, "cause", start_error)))
         return WRONG_INPUT
     failures = getattr(error, "worker_failures", None)
     causes = [cause_of(failure) for failure in failures.values()] if failures else [error]

@@ -1,4 +1,4 @@
-"""`raypo config`: print what a config key means."""
+"""`raypo config`: print the meaning of config keys."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def explain(
     if key == "ppo.preset":
         for name in PRESETS:
             typer.echo(f"  {name}: {preset_text(name)}")
-    if below := sections_below(root, key or ""):
-        typer.echo(f"Sections: {', '.join(below)}")
+    if sections := sections_below(root, key or ""):
+        typer.echo(f"Sections: {', '.join(sections)}")
 
 
 def _print(key: Key) -> None:

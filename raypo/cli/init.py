@@ -36,9 +36,9 @@ def init(
         raise ConfigError(
             f"--to ({to}): this file exists already. Name another file, or remove it."
         )
-    made = translate(read_source(source))
-    to.write_text(run_file(made), encoding="utf-8")
-    todo = len(made.todo())
-    first = f"Set the {todo} TODO{'s' * (todo > 1)} listed" if todo else "Read the notes"
+    translation = translate(read_source(source))
+    to.write_text(run_file(translation), encoding="utf-8")
+    todo = len(translation.todo())
+    next_task = f"Set the {todo} TODO{'s' * (todo > 1)} listed" if todo else "Read the notes"
     plan = f"raypo plan {to} --cluster 8xH100"
-    typer.echo(f"raypo: wrote {to}. {first} at its top; then run, with your GPUs: {plan}")
+    typer.echo(f"raypo: wrote {to}. {next_task} at its top; then run, with your GPUs: {plan}")

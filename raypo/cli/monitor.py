@@ -50,7 +50,7 @@ def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
     from raypo.http_server import run_server
     from raypo.report.live_page import make_app
 
-    make_page, version = page_of(runs)
+    make_page, version = page_source(runs)
     make_page()  # refuse a folder without a run before the server starts
     token = secrets.token_urlsafe()
 
@@ -67,10 +67,10 @@ def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
         typer.echo("raypo: ended.")
 
 
-def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]:
-    """Return a function that makes the page of runs or a sweep, and one that returns its version.
+def page_source(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]:
+    """Return functions that return the page of runs or a sweep, and the page's version.
 
-    The version changes when one of the runs writes a file, starts or ends.
+    The version changes when a run writes a file, starts or ends.
     """
     import time
     from dataclasses import replace
@@ -83,16 +83,18 @@ def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]
     from raypo.tuning.sweep_folder import TRIALS_FOLDER, sweep_status
     from raypo.tuning.sweep_page import load_sweep, sweep_page
 
-    watched = [RunFiles.at(run) for run in runs]
+    run_files = [RunFiles.at(run) for run in runs]
 
     def make_page() -> Page:
-        files = watched[0]
+        files = run_files[0]
         sweep = load_sweep(files) if len(runs) == 1 else None
         page = sweep_page(sweep) if sweep else run_page([load_run(run) for run in runs])
         page.subtitle = f"as of {time.strftime('%H:%M:%S')}; reload the page for new samples"
         now = time.time()
         if len(runs) == 1 and (status := sweep_status(files, now) or run_status(files, now)):
-            status = replace(status, age_s=None)  # an age would go stale until a file changes
+            status = replace(
+                status, age_s=None
+            )  # a shown age would become wrong before the page changes
             rows = [("progress", progress(status)), *facts(status)]
             page.sections.insert(0, Section("Now").add(Table(["", ""], rows)))
         return page
@@ -100,13 +102,13 @@ def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]
     def version() -> str:
         trials = [
             RunFiles(below(files.location, TRIALS_FOLDER), name)
-            for files in watched
+            for files in run_files
             for name in RunFiles(files.location, TRIALS_FOLDER).names()
             if not name.startswith(".")
         ]
         names = "config.yaml", "metrics.jsonl", "summary.json", "trials.parquet"
-        written = [files.written_at(name) for files in [*watched, *trials] for name in names]
-        return f"{hash((*written, *(files.is_running() for files in watched))):x}"
+        write_times = [files.written_at(name) for files in [*run_files, *trials] for name in names]
+        return f"{hash((*write_times, *(files.is_running() for files in run_files))):x}"
 
     return make_page, version
 

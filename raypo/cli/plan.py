@@ -52,7 +52,7 @@ def plan(
     notes = check_inputs(run, on_this_machine=False)
     if isinstance(run, OnlineConfig):
         notes += check_prompt_lengths(run)
-    made = make_plan(run, nodes)
+    run_plan = make_plan(run, nodes)
 
     from rich.console import Console
 
@@ -60,21 +60,21 @@ def plan(
     from raypo.plan.times import Rates, faster, step_time, updates_note
 
     console = Console()
-    for table in tables(made):
+    for table in tables(run_plan):
         console.print(table)
         console.print()
-    if rates := Rates.of(made):
-        notes += updates_note(made, rates)
-        console.print(times(step_time(made, rates), faster(made)))
+    if rates := Rates.of(run_plan):
+        notes += updates_note(run_plan, rates)
+        console.print(times(step_time(run_plan, rates), faster(run_plan)))
         console.print()
     if longest:
         notes += _lengths(run, nodes)
-    for note in [*made.notes, *notes]:
+    for note in [*run_plan.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)
-    if made.fits:
+    if run_plan.fits:
         console.print(f"{run.name} fits.", style="green")
         return
-    tell("\n".join(f"{config}: {problem}" for problem in made.problems))
+    tell("\n".join(f"{config}: {problem}" for problem in run_plan.problems))
     raise typer.Exit(WRONG_INPUT)
 
 
@@ -112,7 +112,7 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
 
 
 def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
-    """Return the nodes of `--cluster`, else those of the run's Ray cluster, else this machine."""
+    """Return the nodes of `--cluster`, else of the run's Ray cluster, else this machine."""
     import os
 
     from raypo.cluster.hardware import parse_cluster, this_machine

@@ -31,7 +31,7 @@ def status(
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
     from raypo.storage.run_state import no_run, paragraph, run_status, table
-    from raypo.tuning.sweep_folder import as_trial, sweep_status
+    from raypo.tuning.sweep_folder import sweep_status, with_trial_status
 
     now = time.time()
 
@@ -42,16 +42,26 @@ def status(
         except ConfigError as error:  # a sweep of an older version must not hide the other runs
             notes, go_on = (f"Its config is invalid: {error}",), "correct its config"
             return run and replace(run, recipe="sweep", notes=notes, go_on=go_on, log=None)
-        return sweep or (run and as_trial(run, files))
+        return sweep or (run and with_trial_status(run, files))
 
     all_statuses: list[RunStatus] = []
     with ThreadPoolExecutor(8) as threads:  # remote storage takes about 0.1 s a request
         for location in runs or ["runs"]:
             files = RunFiles.at(location)
-            own = status_at(files)
-            names = [] if own else [name for name in files.names() if not name.startswith(".")]
-            below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
-            statuses = [own] if own else [run for run in below if run is not None]
+            location_status = status_at(files)
+            names = (
+                []
+                if location_status
+                else [name for name in files.names() if not name.startswith(".")]
+            )
+            statuses_below = threads.map(
+                status_at, [RunFiles(files.location, name) for name in names]
+            )
+            statuses = (
+                [location_status]
+                if location_status
+                else [run for run in statuses_below if run is not None]
+            )
             if not statuses:
                 raise no_run(location)
             all_statuses += sorted(statuses, key=lambda run: run.age_s or 0.0)

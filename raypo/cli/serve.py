@@ -63,8 +63,8 @@ def serve(
     from raypo.storage.run_files import policy_of
 
     if ray:
-        _check_open(host, further or ())
-    _check_further(further or ())
+        _check_ray_options(host, further or ())
+    _check_vllm_arguments(further or ())
     token_for(host, "RAYPO_API_KEY", ", which clients send as their API key")
     policy, run_config = policy_of(model)
     check_model("MODEL", policy)
@@ -74,20 +74,22 @@ def serve(
         tensor_parallel=tensor_parallel,
     )
     run = load_run_config(run_config) if run_config else None
-    of_run = getattr(run, "model", None)
+    model_section = getattr(run, "model", None)
     template_kwargs = getattr(getattr(run, "data", None), "chat_template_kwargs", {})
-    with listen(host, port) as listening:  # fail early: vLLM would notice a taken port after 20 s
-        port = listening.getsockname()[1]
+    with listen(
+        host, port
+    ) as server_socket:  # fail early: vLLM would notice a busy port after 20 s
+        port = server_socket.getsockname()[1]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if ray:
-        set_here = {
+        engine_options = {
             "dtype": dtype,
             "max_model_len": max_model_len,
             "kv_cache_memory_bytes": kv_cache_gb and int(kv_cache_gb * 1e9),
             "gpu_memory_utilization": gpu_memory_fraction,
             "tensor_parallel_size": tensor_parallel,
         }
-        kwargs = {key: value for key, value in set_here.items() if value is not None}
+        kwargs = {key: value for key, value in engine_options.items() if value is not None}
         _serve_on_ray(model, name, kwargs, host, port)
         return
     from raypo.serving.openai_server import run_openai_server
@@ -97,8 +99,8 @@ def serve(
     run_openai_server(
         policy,
         name=name,
-        section=with_head_dtype(section, getattr(of_run, "head_dtype", "model")),
-        dtype=dtype or getattr(of_run, "dtype", "float32"),
+        section=with_head_dtype(section, getattr(model_section, "head_dtype", "model")),
+        dtype=dtype or getattr(model_section, "dtype", "float32"),
         max_model_len=max_model_len,
         template_kwargs=template_kwargs,
         host=host,
@@ -108,34 +110,34 @@ def serve(
     )
 
 
-_FIXED = {
+_RESERVED_OPTIONS = {
     "--host": "--host HOST before `--`",
     "--port": "--port PORT before `--`",
     "--uds": "--host HOST and --port PORT before `--`",
     "--api-key": "the environment variable RAYPO_API_KEY, which protects all paths but /health",
 }
-"""Arguments of vLLM's server that must not override raypo's, and what to use in their place."""
+"""Arguments of vLLM's server that raypo sets itself, and the options to use in their place."""
 
 
-def _check_further(further: Sequence[str]) -> None:
-    """Refuse arguments that would change where the server listens, or who may send requests.
+def _check_vllm_arguments(further: Sequence[str]) -> None:
+    """Refuse arguments that change the server's address or its access control.
 
-    The check for an API key, and the wait for the server, know only raypo's own options.
+    raypo's check for an API key, and its wait for the server, read only raypo's own options.
     """
     from raypo.config import ConfigError
 
     for option in further:
-        name = option.partition("=")[0].replace("_", "-")  # vLLM takes underscores too
-        for fixed, remedy in _FIXED.items():
-            # argparse takes any unambiguous beginning of a name.
-            if len(name) > len("--") and fixed.startswith(name):
+        name = option.partition("=")[0].replace("_", "-")  # vLLM accepts underscores too
+        for reserved, remedy in _RESERVED_OPTIONS.items():
+            # argparse accepts any unambiguous prefix of a name.
+            if len(name) > len("--") and reserved.startswith(name):
                 raise ConfigError(
                     f"-- ({option}): raypo itself sets where vLLM's server listens and which API "
                     f"key it requires. Use {remedy}."
                 )
 
 
-def _check_open(host: str, further: Sequence[str]) -> None:
+def _check_ray_options(host: str, further: Sequence[str]) -> None:
     """Refuse options that `--ray` does not support: API keys, and arguments of vLLM's server."""
     from raypo.config import ConfigError
 

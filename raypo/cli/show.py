@@ -26,8 +26,8 @@ def show(
     from raypo.report.terminal import ORDERS, print_samples
     from raypo.storage.run_files import RunFiles
 
-    wishes = {"best": best, "worst": worst, "longest": longest}
-    orders = [name for name in ORDERS if wishes.get(name)]
+    is_requested = {"best": best, "worst": worst, "longest": longest}
+    orders = [name for name in ORDERS if is_requested.get(name)]
     if len(orders) > 1:
         raise ConfigError(f"--{orders[0]} and --{orders[1]}: only one order is possible. Omit one.")
     files = RunFiles.at(run)

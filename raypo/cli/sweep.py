@@ -43,7 +43,7 @@ def sweep(
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.goal import check_metrics
-    from raypo.tuning.sweep_folder import check_sweep_folder, is_done
+    from raypo.tuning.sweep_folder import check_sweep_folder, is_complete
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
@@ -59,11 +59,13 @@ def sweep(
             check_outside(base, files, base=os.path.abspath(config.base))
         else:
             check_sweep_folder(config, base, files)
-            if is_done(config, files):
-                more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
+            if is_complete(config, files):
+                extend_text = (
+                    "" if config.searcher == "grid" else "a larger num_samples adds trials, "
+                )
                 typer.echo(
-                    f"raypo: {config.name} is finished, files in {files.location}; {more}--fresh "
-                    f"starts over."
+                    f"raypo: {config.name} is finished, files in {files.location}; "
+                    f"{extend_text}--fresh starts over."
                 )
                 return
         check_disk(base)

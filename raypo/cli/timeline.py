@@ -1,4 +1,4 @@
-"""`raypo timeline`: write a trace of what each worker and replica did."""
+"""`raypo timeline`: write a trace of the activity of each worker and replica."""
 
 from __future__ import annotations
 

@@ -43,17 +43,17 @@ def try_reward(
     run = load_run_config(config, overrides)
     if not isinstance(run, OnlineConfig | PolicyExamplesConfig):
         raise ConfigError(f"recipe ({run.recipe}): has no reward function. There is none to try.")
-    common = run.reward.function if isinstance(run, OnlineConfig) else None
-    check_functions(run, common=common)
-    if common is not None:
-        load_function(common, key="reward.function")
+    train_function = run.reward.function if isinstance(run, OnlineConfig) else None
+    check_functions(run, common=train_function)
+    if train_function is not None:
+        load_function(train_function, key="reward.function")
     check_model("model.policy", run.model.policy)
-    is_tried = False
+    has_function = False
     with _functions(run, servers=servers) as functions:
         for key, name, function in functions:
-            is_tried = True
+            has_function = True
             _try(run, key, name, function, rows)
-    if not is_tried:
+    if not has_function:
         raise ConfigError(
             "reward.function (None): there is no function to try. Set reward.function, "
             "data.prompts[].function or eval.function; --servers calls reward.url and "
@@ -66,7 +66,7 @@ def try_reward(
 def _functions(
     run: OnlineConfig | PolicyExamplesConfig, *, servers: bool
 ) -> Iterator[list[tuple[str, str, RewardFunction]]]:
-    """Open the functions of a run, each with the config key of its prompts and its name."""
+    """Open the functions of a run. Yield each with the key of its prompts and its name."""
     from raypo.config import OnlineConfig, functions_of
     from raypo.rewards.functions import (
         close_function,
@@ -113,29 +113,31 @@ def _try(
         section, tokenizer, key=key, label_checks=label_checks(run, key), most=rows
     )
     typer.echo(f"{key}, scored by {name}")
-    done = list(trials(function, first_of_each(loaded, rows), tokenizer))
-    for line in _lines(done):
+    trial_results = list(trials(function, first_of_each(loaded, rows), tokenizer))
+    for line in _result_lines(trial_results):
         typer.echo(line)
 
 
-def _lines(done: Sequence[Trial]) -> Iterator[str]:
-    by_row: dict[int, list[tuple[str, Any, float]]] = {}
-    for trial in done:
+def _result_lines(trial_results: Sequence[Trial]) -> Iterator[str]:
+    responses_by_row: dict[int, list[tuple[str, Any, float]]] = {}
+    for trial in trial_results:
         for rollout, score in zip(trial.rollouts, trial.scores, strict=True):
-            by_row.setdefault(rollout.group_index, []).append((trial.kind, rollout, score))
-    for responses in by_row.values():
+            responses_by_row.setdefault(rollout.group_index, []).append(
+                (trial.kind, rollout, score)
+            )
+    for responses in responses_by_row.values():
         _, rollout, _ = responses[0]
         source = f" of {rollout.data_source}" if rollout.data_source else ""
         yield f"  row {rollout.prompt_index}{source}: {_short(rollout.prompt, 100)}"
         for kind, response, score in responses:
-            yield f"    {kind}  {_words(score)}  {_short(response.response, 60)}"
-    for trial in done:
+            yield f"    {kind}  {_score_text(score)}  {_short(response.response, 60)}"
+    for trial in trial_results:
         count = len(trial.rollouts)
         yield (
             f"  {trial.kind}: {trial.seconds:.3g} s for a call with {count} responses, "
             f"{1000 * trial.seconds / count:.3g} ms each"
         )
-    scores = {trial.kind: [float(score) for score in trial.scores] for trial in done}
+    scores = {trial.kind: [float(score) for score in trial.scores] for trial in trial_results}
     if "right" not in scores:
         yield "  No row has a known answer (data.label_key), so no right response was tried."
     elif max(scores["right"]) <= min(scores["wrong"]):
@@ -145,17 +147,17 @@ def _lines(done: Sequence[Trial]) -> Iterator[str]:
         )
 
 
-def _words(score: float) -> str:
+def _score_text(score: float) -> str:
     from raypo.rewards.scoring import FailedScore, parts_of, texts_of
 
     reason = f" ({score.reason})" if isinstance(score, FailedScore) else ""
     total = f"score {score:.4g}" if math.isfinite(score) else f"no score{reason}"
     parts = [f"{name} {value:.4g}" for name, value in parts_of(score).items()]
     return "  ".join(
-        [total, *parts, *(f"{k}: {_short(v, 60)}" for k, v in texts_of(score).items())]
+        [total, *parts, *(f"{k}: {_short(text, 60)}" for k, text in texts_of(score).items())]
     )
 
 
 def _short(text: str, length: int) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= length else f"{shown[: length - 3]}..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= length else f"{quoted[: length - 3]}..."

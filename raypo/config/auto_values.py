@@ -16,7 +16,7 @@ GPU_MICROBATCHES = (32768, 16384, 8192, 4096)
 slower, because kernel launches then limit a small model."""
 
 SNAPSHOT_SHARE = 0.5
-"""Largest share of a node's free RAM that the copies of `checkpoint.background: auto` may take."""
+"""Maximum share of a node's free RAM for the copies of `checkpoint.background: auto`."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
@@ -25,14 +25,18 @@ def candidates(config: AnyConfig) -> list[Any]:
     The first is the fastest, the last needs the least memory.
     """
     tokens = config.learner.max_tokens_per_microbatch
-    counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
-    choices: list[Any] = [config]
-    if sleep_is_open(config):
-        choices = [with_value(config, SLEEP, sleeps) for sleeps in (False, True)]
-    return [with_value(choice, MICROBATCH, count) for choice in choices for count in counts]
+    microbatches = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
+    variants: list[Any] = [config]
+    if is_sleep_unresolved(config):
+        variants = [with_value(config, SLEEP, sleeps) for sleeps in (False, True)]
+    return [
+        with_value(variant, MICROBATCH, microbatch)
+        for variant in variants
+        for microbatch in microbatches
+    ]
 
 
-def sleep_is_open(config: AnyConfig) -> bool:
+def is_sleep_unresolved(config: AnyConfig) -> bool:
     """Return True if `rollout.engine.sleep: auto` must still be resolved.
 
     Dedicated engines never sleep, so the result is False for them.
@@ -45,7 +49,7 @@ def sleep_is_open(config: AnyConfig) -> bool:
 
 
 def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
-    """Resolve every `auto` to the value that needs the least memory, whatever the GPUs' size.
+    """Resolve every `auto` to the value that needs the least memory, regardless of the GPU size.
 
     Returns:
         The config, and an empty list of messages, because the result is always the same.
@@ -67,7 +71,7 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
     )
 
 
-def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+def decided_as(config: RecipeConfig, recorded_values: Mapping[str, Any]) -> RecipeConfig:
     """Return the config with its `auto` values resolved as in an earlier run.
 
     `raypo train` calls this before it knows the devices. If they resolve `model.dtype` differently
@@ -76,21 +80,21 @@ def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig
 
     Args:
         config: Config to resolve.
-        earlier: Recorded config of the earlier run.
+        recorded_values: Recorded config of the earlier run.
     """
-    dtype = earlier.get("model", {}).get("dtype", "auto")
+    dtype = recorded_values.get("model", {}).get("dtype", "auto")
     if dtype != "auto":
         config = config.with_dtype(use_gpu=dtype == "bfloat16")
-    now, before = flatten(config.model_dump()), flatten(earlier)
+    current, recorded = flatten(config.model_dump()), flatten(recorded_values)
     for key in (MICROBATCH, SLEEP):
-        if now.get(key) == "auto" and before.get(key) is not None:
-            config = with_value(config, key, before[key])
+        if current.get(key) == "auto" and recorded.get(key) is not None:
+            config = with_value(config, key, recorded[key])
     return config
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
     """Return a copy of a frozen config or section with another value at a dotted key."""
-    name, _, rest = key.partition(".")
-    if rest:
-        value = with_value(getattr(config, name), rest, value)
+    name, _, subkey = key.partition(".")
+    if subkey:
+        value = with_value(getattr(config, name), subkey, value)
     return config.model_copy(update={name: value})

@@ -31,7 +31,7 @@ RECORDED_BASE = "base_config"
 """Key of the resolved base config in the config.yaml of a sweep's folder."""
 
 TODO = "TODO"
-"""Value of keys that `raypo init` leaves to the user. A run file with such a key is refused."""
+"""Value of a key that `raypo init` cannot determine. A run file with such a key is refused."""
 
 DIR = "dir"
 """Variable of YAML files: `${dir}` is the folder of the file."""
@@ -82,22 +82,22 @@ class Config(BaseModel):
             raise ValueError("\n".join(problems))
         return self
 
-    def usual(self, key: str) -> Any:
-        """Return the value that a dotted key below this section has if a file does not set it."""
-        name, _, below = key.partition(".")
-        if below:
-            return getattr(self, name).usual(below)
+    def default_value(self, key: str) -> Any:
+        """Return the default of a dotted key below this section."""
+        name, _, subkey = key.partition(".")
+        if subkey:
+            return getattr(self, name).default_value(subkey)
         return type(self).model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield each of the dotted keys below this section that a file sets, with its value.
+        """Yield the keys below this section that a file sets, with their values.
 
         A resolved file contains every key, so a key counts as set only if its value is neither null
         nor the default.
         """
         for key in keys:
             value = only_if.value_at(self, key)
-            if value is not None and value != self.usual(key):
+            if value is not None and value != self.default_value(key):
                 yield key, value
 
 
@@ -116,12 +116,14 @@ class RunFile(Config):
             values: Nested values, as in a YAML file.
 
         Raises:
-            ConfigError: as `load`.
+            ConfigError: see `load`.
         """
-        if unset := [key for key, value in flatten(values).items() if TODO in _entries(value)]:
+        if todo_keys := [
+            key for key, value in flatten(values).items() if TODO in _as_sequence(value)
+        ]:
             raise ConfigError(
-                f"{origin}: {', '.join(unset)} ({TODO}): this file leaves them to you. Set each to "
-                "a value; raypo init wrote beside each what the value follows from."
+                f"{origin}: {', '.join(todo_keys)} ({TODO}): this file leaves them to you. Set "
+                "each to a value; the comment next to each says how to choose it."
             )
         try:
             super().__init__(**values)
@@ -174,22 +176,23 @@ class RunFile(Config):
             origin: Prefix of every error message, usually the path of the file.
 
         Raises:
-            ConfigError: as `load`.
+            ConfigError: see `load`.
         """
         return cls(origin, **{str(key): value for key, value in values.items()})
 
-    def to_yaml(self, shown: Collection[str] = ()) -> str:
-        """Return the config as a run file with only the keys whose values are not the defaults.
+    def to_yaml(self, include: Collection[str] = ()) -> str:
+        """Return the config as a run file, without keys that have their default.
 
         Args:
-            shown: Keys that are written even if their values are the defaults.
+            include: Keys that are written even if they have their default.
         """
-        plain = self.model_dump(mode="json")
+        values = self.model_dump(mode="json")
         flat = {
-            key: functools.reduce(dict.__getitem__, key.split("."), plain)
+            key: functools.reduce(dict.__getitem__, key.split("."), values)
             for key in _leaves(self)
-            if only_if.value_at(self, key) != ("ppo" if key == "recipe" else self.usual(key))
-            or key in shown
+            if only_if.value_at(self, key)
+            != ("ppo" if key == "recipe" else self.default_value(key))
+            or key in include
         }
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
@@ -199,7 +202,7 @@ class RunFile(Config):
         Relative paths that exist below `base` become absolute.
 
         Args:
-            base: Folder that paths are relative to. None means the current folder.
+            base: Folder that relative paths start from. None means the current folder.
         """
         values, folder = self.model_dump(), Path(base or Path.cwd())
         paths = ("from_checkpoint", *self.paths)
@@ -207,18 +210,23 @@ class RunFile(Config):
         return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
-        """Return `key: mine -> theirs` for each key that differs.
+        """Return `key: own value -> other value` for each key that differs.
 
         Args:
             other: The config to compare with.
-            ignore: Keys and sections to leave out.
+            ignore: Keys and sections to ignore.
         """
-        mine, theirs = flatten(self.model_dump(mode="json")), flatten(other.model_dump(mode="json"))
+        own_values, other_values = (
+            flatten(self.model_dump(mode="json")),
+            flatten(other.model_dump(mode="json")),
+        )
         return [
-            f"{key}: {mine.get(key)!r} -> {theirs.get(key)!r}"
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key)
-            and not any(key == left_out or key.startswith(f"{left_out}.") for left_out in ignore)
+            f"{key}: {own_values.get(key)!r} -> {other_values.get(key)!r}"
+            for key in sorted(own_values.keys() | other_values.keys())
+            if own_values.get(key) != other_values.get(key)
+            and not any(
+                key == ignored_key or key.startswith(f"{ignored_key}.") for ignored_key in ignore
+            )
         ]
 
 
@@ -239,7 +247,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
     folder = path if path.is_dir() else None
     if folder and not (path := folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder}: this folder is not a run's, because it has no config.yaml. Give a run "
+            f"{folder}: this is not the folder of a run, because it has no config.yaml. Give a run "
             "config (YAML) or the folder of a run, <storage_path>/<name>."
         )
     if not path.is_file():
@@ -251,11 +259,11 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
                 f"{path}: a run config must be a mapping of keys, but this is a list or text."
             )
         if folder:
-            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also right for ".."
+            tree.storage_path = os.path.dirname(os.path.abspath(folder))  # correct for ".." too
             tree.pop(RECORDED_BASE, None)
-        for key, value in _given(overrides):
-            into = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
-            is_section = isinstance(value, Mapping) and OmegaConf.is_dict(into)
+        for key, value in _parse_overrides(overrides):
+            current = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+            is_section = isinstance(value, Mapping) and OmegaConf.is_dict(current)
             OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
         if DIR in tree:
             raise ConfigError(
@@ -265,14 +273,14 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         tree[DIR] = str(path.parent)
         values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
-        problem = _given_twice(path) or f"cannot be read: {error}"
+        problem = _repeated_key_problem(path) or f"cannot be read: {error}"
         raise ConfigError(f"{path}: {problem}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items() if key != DIR}
 
 
-def _given_twice(path: Path) -> str | None:
-    """Return the problem of the first key that a YAML file gives twice, or None."""
+def _repeated_key_problem(path: Path) -> str | None:
+    """Return the problem of the first key that a YAML file sets twice, or None."""
 
     def lines_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield the dotted key and the line of every key."""
@@ -290,19 +298,19 @@ def _given_twice(path: Path) -> str | None:
 
 def escaped(values: Any) -> Any:
     """Escape `${` in all strings of nested values, so that `read_yaml` does not interpolate it."""
-    return _with_texts(values, "${", r"\${")
+    return _replace_in_texts(values, "${", r"\${")
 
 
 def unescaped(values: Any) -> Any:
     """Undo `escaped`."""
-    return _with_texts(values, r"\${", "${")
+    return _replace_in_texts(values, r"\${", "${")
 
 
-def _with_texts(values: Any, old: str, new: str) -> Any:
+def _replace_in_texts(values: Any, old: str, new: str) -> Any:
     if isinstance(values, Mapping):
-        return {key: _with_texts(value, old, new) for key, value in values.items()}
+        return {key: _replace_in_texts(value, old, new) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        return [_with_texts(value, old, new) for value in values]
+        return [_replace_in_texts(value, old, new) for value in values]
     return values.replace(old, new) if isinstance(values, str) else values
 
 
@@ -315,13 +323,13 @@ def _leaves(section: Config) -> Iterator[str]:
             yield name
 
 
-def _entries(value: Any) -> Sequence[Any]:
-    """Return the entries of a list, or the value as the only one."""
+def _as_sequence(value: Any) -> Sequence[Any]:
+    """Return a list unchanged, and any other value as a list with one entry."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 def _became_number(value: Any, validated: Any) -> bool:
-    """Return whether validation has converted a boolean, or one in a list or mapping."""
+    """Return whether validation has converted a boolean, also in a list or mapping, to a number."""
     if isinstance(value, bool):
         return isinstance(validated, int | float) and not isinstance(validated, bool)
     if isinstance(value, Mapping) and isinstance(validated, dict):
@@ -331,7 +339,7 @@ def _became_number(value: Any, validated: Any) -> bool:
     return False
 
 
-def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _parse_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each override. Values in strings are parsed as YAML."""
     if isinstance(overrides, Mapping):
         yield from overrides.items()
@@ -342,11 +350,11 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
             raise ConfigError(
                 f"{text!r} is not an override. Write key=value, like ppo.kl.coef=0.02."
             )
-        yield key.strip(), parsed(value)
+        yield key.strip(), parse_yaml(value)
 
 
-def parsed(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parse a string as YAML, like the value of an override."""
-    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    assert isinstance(read, dict)
-    return read["value"]
+    container = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    assert isinstance(container, dict)
+    return container["value"]

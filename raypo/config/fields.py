@@ -1,4 +1,4 @@
-"""The fields of config classes: their sections, their keys, and values as a run file has them."""
+"""Fields of config classes: sections, keys, and values as written in a run file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUNCTION: Final = "names code"
 
 @functools.cache
 def marked_keys(model: type[BaseModel], mark: str, prefix: str = "") -> list[str]:
-    """Return the dotted keys of the fields with a mark, also those of sections in lists."""
+    """Return the dotted keys of all fields with a mark, including fields of sections in lists."""
     keys = []
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
@@ -31,11 +31,11 @@ def marked_keys(model: type[BaseModel], mark: str, prefix: str = "") -> list[str
 
 def _is_marked(annotation: Any, mark: str) -> bool:
     is_marked = mark in getattr(annotation, "__metadata__", ())
-    return is_marked or any(_is_marked(part, mark) for part in get_args(annotation))
+    return is_marked or any(_is_marked(argument, mark) for argument in get_args(annotation))
 
 
 def section_of(annotation: Any, *, items: bool = True) -> type[BaseModel] | None:
-    """Return the section class in a type or in a union of it with others. None means no section.
+    """Return the section class in a type or union. None means that there is no section.
 
     Args:
         annotation: Type of a field.
@@ -85,7 +85,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         *sections, name = key.split(".")
         section = tree
-        for above in sections:
-            section = section.setdefault(above, {})
+        for section_name in sections:
+            section = section.setdefault(section_name, {})
         section[name] = value
     return tree

@@ -1,6 +1,6 @@
 """Meaning, allowed values and default of each config key, read from the config classes.
 
-The meanings are the docstrings of the fields. `raypo config` and docs/configuration.md show them.
+The meanings are the docstrings of the fields, for `raypo config` and docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class Key(NamedTuple):
 
 
 def keys_of(root: type[BaseModel], section: type[BaseModel], path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section of a run file, except those of its subsections."""
+    """Yield the keys of a section of a run file, without the keys of its subsections."""
     texts, conditions = docstrings(section), declarations(root)
     for name, field in section.model_fields.items():
         if is_value(field):
-            full = f"{path}.{name}" if path else name
+            full_key = f"{path}.{name}" if path else name
             default = None if field.is_required() else default_text(field)
             values = values_text(field.annotation, field.metadata)
-            declared = " and ".join(rule.words for rule in conditions.get(full, ()))
-            condition = f"Used only if {declared}." if declared else ""
+            rules = " and ".join(rule.text for rule in conditions.get(full_key, ()))
+            condition = f"Used only if {rules}." if rules else ""
             meaning = " ".join(filter(None, (texts.get(name), condition)))
-            yield Key(full, values, default, meaning)
+            yield Key(full_key, values, default, meaning)
 
 
 def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -90,16 +90,16 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
     Raises:
         ConfigError: there is no such key.
     """
-    above = key.rpartition(".")[0]
+    parent = key.rpartition(".")[0]
     keys: list[Key] = []
-    if (owner := find_section(root, above)) is not None:
-        keys = [entry for entry in keys_of(root, owner, above) if entry.name == key]
+    if (owner := find_section(root, parent)) is not None:
+        keys = [entry for entry in keys_of(root, owner, parent) if entry.name == key]
     if (section := find_section(root, key)) is not None:
         keys += keys_of(root, section, key)
     if not keys and section is None:
         remedy = remedy_for_unknown(key, known_keys(root))
-        if remedy == "Remove it.":  # this would be advice for a run file, not for a question
-            command = f"raypo config {above}" if owner and above else "raypo config"
+        if remedy == "Remove it.":  # advice for a run file, not for a user who asks for a key
+            command = f"raypo config {parent}" if owner and parent else "raypo config"
             remedy = f"`{command}` prints the keys and sections that there are."
         raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
     return keys
@@ -133,8 +133,8 @@ def default_of(root: type[BaseModel], key: str) -> str | None:
 
     None means that the key is required, is null by default, or is a section.
     """
-    above, _, name = key.rpartition(".")
-    section = find_section(root, above)
+    parent, _, name = key.rpartition(".")
+    section = find_section(root, parent)
     assert section is not None
     field = section.model_fields[name]
     is_shown = is_value(field) and not field.is_required() and field.default is not None
@@ -176,12 +176,12 @@ def section_text(section: type[BaseModel]) -> str:
 def values_text(annotation: Any, metadata: list[Any]) -> str:
     """Return the allowed values of a type in words."""
     if get_origin(annotation) is Annotated:
-        inner, *rest = get_args(annotation)
-        return values_text(inner, [*metadata, *rest])
+        inner, *marks = get_args(annotation)
+        return values_text(inner, [*metadata, *marks])
     metadata = [part for mark in metadata for part in (getattr(mark, "metadata", None) or [mark])]
     if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [values_text(part, metadata) for part in get_args(annotation)]
-        return ", or ".join(dict.fromkeys(kinds))
+        alternatives = [values_text(part, metadata) for part in get_args(annotation)]
+        return ", or ".join(dict.fromkeys(alternatives))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{yaml_text(value)}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
@@ -202,5 +202,5 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
             if getattr(mark, name, None) is not None
         ]
         return f"{kind} {', '.join(bounds)}".strip()
-    words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
-    return words.get(get_origin(annotation) or annotation, str(annotation))
+    type_names = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
+    return type_names.get(get_origin(annotation) or annotation, str(annotation))

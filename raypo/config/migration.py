@@ -19,15 +19,15 @@ class Counterpart(NamedTuple):
     names: tuple[str, ...]
     """Current name of the key, then its older names."""
     keys: tuple[tuple[str, ...], ...]
-    """Alternative groups of raypo keys for it. A recipe uses the first group whose keys it has."""
+    """Alternative groups of raypo keys. A recipe uses the first group whose keys it has."""
     note: str
-    """Unit or difference. If `keys` is empty, it says why raypo has no counterpart."""
+    """Unit or difference. If `keys` is empty, the reason why raypo has no counterpart."""
     is_same: bool
     """True if raypo's keys take the value unchanged."""
     is_automatic: bool
-    """True if nothing needs to be set, whatever the value."""
+    """True if no raypo key must be set, regardless of the value."""
     is_minor: bool
-    """True if it concerns memory, speed or files, and not what is learned."""
+    """True if the key concerns memory, speed or files, and not what is learned."""
 
     def keys_in(self, accepted: Sequence[str]) -> tuple[str, ...]:
         """Return the first group of `keys` whose keys are all in `accepted`, or () if there is none."""
@@ -47,13 +47,13 @@ class Counterpart(NamedTuple):
         return max(self._match(name, key) for name in self.names)
 
     def _match(self, name: str, key: str) -> int:
-        last = name.rpartition(".")[2]
-        is_telling = "." not in name or "_" in last  # the `n` of rollout.n says too little
+        last_part = name.rpartition(".")[2]
+        is_distinctive = "." not in name or "_" in last_part  # the `n` of rollout.n is ambiguous
         if key == name:
             return 3
         if "." in key and name.endswith(f".{key}"):
             return 2
-        return int(is_telling and key.rpartition(".")[2] == last)
+        return int(is_distinctive and key.rpartition(".")[2] == last_part)
 
 
 # Columns: names, newest first | keys here | unit or difference. Signs (a key in [] is optional):
@@ -507,20 +507,21 @@ def remedy_for_foreign(key: str, accepted: Sequence[str]) -> str | None:
         key: An unknown dotted key of a run file.
         accepted: The keys that the run file may have.
     """
-    last = key.rpartition(".")[2]
-    # If a key matches only by its last part, and raypo's keys end in it too, the general hint of
+    last_part = key.rpartition(".")[2]
+    # If a key matches only by its last part, which raypo's keys also end in, the general hint of
     # `remedy_for_unknown` is better.
-    fitting = [
+    matches = [
         row
         for row in counterparts()
-        if row.matches(key) > (last in row.last_parts) and (not row.keys or row.keys_in(accepted))
+        if row.matches(key) > (last_part in row.last_parts)
+        and (not row.keys or row.keys_in(accepted))
     ]
-    if not fitting:
+    if not matches:
         return None
-    best = max(fitting, key=lambda row: row.matches(key))
+    best = max(matches, key=lambda row: row.matches(key))
     if keys := best.keys_in(accepted):
-        words = f"Set {' and '.join(keys)} instead ({best.names[0]} of {best.project})."
-        return f"{words} {best.note}".rstrip()
+        remedy = f"Set {' and '.join(keys)} instead ({best.names[0]} of {best.project})."
+        return f"{remedy} {best.note}".rstrip()
     return f"Remove it ({best.names[0]} of {best.project}). {best.note}"
 
 

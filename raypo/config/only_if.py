@@ -1,5 +1,5 @@
 """Declaration, on the field of a key, that the key has no effect unless another key has certain
-values. The error message and the line in docs/configuration.md are made from it.
+values. Error messages and docs/configuration.md are generated from it.
 
     cap: Annotated[float | None, only_if("kind", "tis", "mis")] = None
     clip_low: Annotated[float, unless("policy_loss", "cispo")] = 0.2
@@ -29,12 +29,12 @@ class Values:
     """A set of values that cannot be listed."""
 
     text: str
-    """The set as in "is set", "is above 0"."""
+    """The set in words, as after "is": "set", "above 0"."""
     contains: Callable[[Any], bool] = field(compare=False)
 
 
 SET = Values("set", lambda value: value is not None)
-"""All values but null."""
+"""All values except null."""
 
 
 def above(bound: float) -> Values:
@@ -51,8 +51,8 @@ def below(bound: float) -> Values:
     )
 
 
-def prefixed(prefix: str) -> Values:
-    """Return all texts that begin with a prefix."""
+def with_prefix(prefix: str) -> Values:
+    """Return all texts that start with a prefix."""
     return Values(f"{prefix}...", lambda value: isinstance(value, str) and value.startswith(prefix))
 
 
@@ -62,26 +62,28 @@ class Condition:
 
     key: str
     values: tuple[Any, ...]
-    """Values of which the other key must have one."""
+    """Values that satisfy the condition."""
     is_negated: bool = False
 
     def holds(self, value: Any) -> bool:
         """Return whether the other key's value meets the condition."""
         return self.is_negated != any(
-            wanted.contains(value) if isinstance(wanted, Values) else wanted == value
-            for wanted in self.values
+            expected.contains(value) if isinstance(expected, Values) else expected == value
+            for expected in self.values
         )
 
     @property
     def text(self) -> str:
-        """The values as in the reference: "ppo or gspo"."""
-        *first, last = (v.text if isinstance(v, Values) else yaml_text(v) for v in self.values)
+        """The values in words: "ppo or gspo"."""
+        *first, last = (
+            value.text if isinstance(value, Values) else yaml_text(value) for value in self.values
+        )
         values = f"{', '.join(first)} or {last}" if first else last
         return f"not {values}" if self.is_negated else values
 
     @property
     def remedy(self) -> str:
-        """The change of the other key that meets the condition."""
+        """Advice how to change the other key so that the condition holds."""
         if self.is_negated:
             return f"set {self.key} to another value"
         if self.values == (SET,):
@@ -97,12 +99,12 @@ class OnlyIf:
     conditions: tuple[Condition, ...]
 
     def __or__(self, other: OnlyIf) -> OnlyIf:
-        """Return the declaration that the conditions of one of the two suffice."""
+        """Return a declaration that holds if either of the two holds."""
         return OnlyIf((*self.conditions, *other.conditions))
 
     @property
-    def words(self) -> str:
-        """The conditions as in the reference: "`stop.at` or `stop.patience` is set"."""
+    def text(self) -> str:
+        """The conditions in words: "`stop.at` or `stop.patience` is set"."""
         keys_by_text: dict[str, list[str]] = {}
         for condition in self.conditions:
             keys_by_text.setdefault(condition.text, []).append(f"`{condition.key}`")
@@ -110,7 +112,9 @@ class OnlyIf:
 
     def holds(self, config: BaseModel) -> bool:
         """Return whether a condition holds in a run file."""
-        return any(c.holds(value_at(config, c.key)) for c in self.conditions)
+        return any(
+            condition.holds(value_at(config, condition.key)) for condition in self.conditions
+        )
 
     def in_section(self, prefix: str) -> OnlyIf:
         """Return the declaration with full keys, for a field below `prefix`."""
@@ -133,23 +137,23 @@ def unless(key: str, *values: Any) -> OnlyIf:
 
 @functools.cache
 def declarations(root: type[BaseModel]) -> dict[str, tuple[OnlyIf, ...]]:
-    """Return the declarations of each key of a run file that has any, with full keys."""
+    """Return the declarations of a run file's keys, by key, with full keys in their conditions."""
     keys = {*known_keys(root)}
-    applying = {
-        key: tuple(d for d in declared if all(c.key in keys for c in d.conditions))
-        for key, declared in _declared(root)
+    applicable = {
+        key: tuple(d for d in rules if all(c.key in keys for c in d.conditions))
+        for key, rules in _iterate_declarations(root)
     }
-    return {key: declared for key, declared in applying.items() if declared}
+    return {key: rules for key, rules in applicable.items() if rules}
 
 
 def problems(config: Any) -> Iterator[str]:
     """Yield a message for each key of a run file that is set but has no effect."""
-    declared = declarations(type(config))
-    for key, value in config.set_keys(*declared):
-        broken = next((d for d in declared[key] if not d.holds(config)), None)
-        if broken is not None:
-            causes = [f"{c.key} is {_shown(value_at(config, c.key))}" for c in broken.conditions]
-            remedies = ", or ".join([f"Remove {key}", *(c.remedy for c in broken.conditions)])
+    rules = declarations(type(config))
+    for key, value in config.set_keys(*rules):
+        violated = next((d for d in rules[key] if not d.holds(config)), None)
+        if violated is not None:
+            causes = [f"{c.key} is {_shown(value_at(config, c.key))}" for c in violated.conditions]
+            remedies = ", or ".join([f"Remove {key}", *(c.remedy for c in violated.conditions)])
             yield (
                 f"{key} ({_shown(value)}): has no effect, because {' and '.join(causes)}. "
                 f"{remedies}."
@@ -157,22 +161,22 @@ def problems(config: Any) -> Iterator[str]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """Return the value at a dotted key. None if a section above it is null."""
+    """Return the value at a dotted key, or None if one of its sections is null."""
     return functools.reduce(
         lambda section, name: getattr(section, name, None), key.split("."), config
     )
 
 
-def _declared(
-    section: type[BaseModel], prefix: str = "", above: tuple[OnlyIf, ...] = ()
+def _iterate_declarations(
+    section: type[BaseModel], prefix: str = "", inherited: tuple[OnlyIf, ...] = ()
 ) -> Iterator[tuple[str, tuple[OnlyIf, ...]]]:
     for name, info in section.model_fields.items():
         marks = (mark.in_section(prefix) for mark in info.metadata if isinstance(mark, OnlyIf))
-        declared = (*above, *marks)
-        if below := section_of(info.annotation, items=False):
-            yield from _declared(below, f"{prefix}{name}.", declared)
+        rules = (*inherited, *marks)
+        if subsection := section_of(info.annotation, items=False):
+            yield from _iterate_declarations(subsection, f"{prefix}{name}.", rules)
         else:
-            yield f"{prefix}{name}", declared
+            yield f"{prefix}{name}", rules
 
 
 def _shown(value: Any) -> str:

@@ -16,12 +16,13 @@ follows. With `//` after the prefix, the path names the environment's data set:
 def make_absolute(
     values: dict[str, Any], base: Path, *, paths: Sequence[str], functions: Sequence[str]
 ) -> None:
-    """Make every path in a config's values absolute if it exists below `base`; hub ids are
-    unchanged.
+    """Make the paths in a config's values absolute if they exist below `base`.
+
+    Hub ids are unchanged.
 
     Args:
         values: Nested values of the config, changed in place.
-        base: Folder that paths are relative to.
+        base: Folder that relative paths start from.
         paths: Dotted keys of paths.
         functions: Dotted keys of functions, `file.py:name`.
     """
@@ -43,21 +44,23 @@ def is_uri(path: str) -> bool:
 
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
     """Apply `change` to the string at a dotted key, or to every item of a list at that key."""
-    first, *rest = key
-    value = values.get(first)
+    name, *subkeys = key
+    value = values.get(name)
     if value is None:
         return
-    if rest:
+    if subkeys:
         for section in value if isinstance(value, list | tuple) else [value]:
             if isinstance(section, dict):  # a source may be a plain path
-                _change(section, rest, change)
+                _change(section, subkeys, change)
     elif isinstance(value, list | tuple):
-        values[first] = [_changed(entry, change) for entry in value]
+        values[name] = [_change_entry(entry, change) for entry in value]
     else:
-        values[first] = _changed(value, change)
+        values[name] = _change_entry(value, change)
 
 
-def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:
+def _change_entry(
+    entry: str | dict[str, Any], change: Callable[[str], str]
+) -> str | dict[str, Any]:
     """Apply `change` to a path, to the path of a data source, or to all paths of a mapping."""
     if isinstance(entry, str):
         return change(entry)
@@ -70,13 +73,13 @@ def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str |
 def _absolute(path: str, base: Path) -> str:
     if path.startswith(VERIFIERS):
         slashes = "//" if is_uri(path) else ""
-        name, mark, query = path.removeprefix(VERIFIERS + slashes).partition("?")
+        name, separator, query = path.removeprefix(VERIFIERS + slashes).partition("?")
         file = _absolute(name, base) if name.endswith(".py") else name
-        return f"{VERIFIERS}{slashes}{file}{mark}{query}"
+        return f"{VERIFIERS}{slashes}{file}{separator}{query}"
     if is_uri(path):
         return path
-    full = base / Path(path).expanduser()
-    return str(full) if full.exists() or glob(str(full), recursive=True) else path
+    full_path = base / Path(path).expanduser()
+    return str(full_path) if full_path.exists() or glob(str(full_path), recursive=True) else path
 
 
 def absolute_function(spec: str, base: Path) -> str:

@@ -148,7 +148,7 @@ class PPOSection(Config):
     without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
     bounds on the change of a token's probability instead of a clip of its ratio (arXiv:2602.04879);
     vespo: a soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
-    `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
+    `file.py:name`, with the signature (`raypo.SurrogateInputs`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
     token_mean: mean over all tokens; sequence_mean: mean over responses of each response's token
@@ -261,9 +261,9 @@ class PPOSection(Config):
     def _start_from_the_preset(cls, values: Any) -> Any:
         return with_preset(values) if isinstance(values, Mapping) else values
 
-    def usual(self, key: str) -> Any:
+    def default_value(self, key: str) -> Any:
         """Return the preset's value of a key if the preset sets it, else the default."""
-        return flatten(PRESETS.get(self.preset or "", {})).get(key, super().usual(key))
+        return flatten(PRESETS.get(self.preset or "", {})).get(key, super().default_value(key))
 
     def _problems(self) -> Iterator[str]:
         section = self.correction

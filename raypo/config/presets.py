@@ -108,22 +108,22 @@ PRESETS: dict[str, dict[str, Any]] = {
     # constants of the surrogate (`raypo.ppo.surrogates.VESPO_SHAPES`).
     "vespo": {"advantage": "grpo", "policy_loss": "vespo", "kl": {"coef": 0.0}},
 }
-"""Keys below `ppo` that each preset sets, by preset. Other keys keep their defaults, which are also
-the published values: a test has the whole combination of each paper."""
+"""Keys below `ppo` that each preset sets, by preset. Other keys keep their defaults, which equal
+the published values; a test checks the whole combination of each paper."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a `ppo` section, merged over those of its preset."""
-    return _merged(PRESETS.get(str(values.get("preset")), {}), values)
+    """Return the values of a `ppo` section, merged over the values of its preset."""
+    return _merge(PRESETS.get(str(values.get("preset")), {}), values)
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        under = below.get(key)
-        if isinstance(under, Mapping) and isinstance(value, BaseModel):
+def _merge(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(defaults)
+    for key, value in overrides.items():
+        default = defaults.get(key)
+        if isinstance(default, Mapping) and isinstance(value, BaseModel):
             value = value.model_dump(exclude_unset=True)
-        if isinstance(under, Mapping) and isinstance(value, Mapping):
-            value = _merged(under, value)
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            value = _merge(default, value)
         merged[key] = value
     return merged

@@ -18,7 +18,7 @@ from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig, SFTConfig
 
 AnyConfig = OnlineConfig | PolicyExamplesConfig | RewardModelConfig
-"""The config of any recipe."""
+"""Config of any recipe."""
 
 RECIPES: dict[str, type[AnyConfig]] = {
     "ppo": PPOConfig,
@@ -42,7 +42,7 @@ def load_run_config(
         overrides: See `RunFile.load`.
 
     Raises:
-        ConfigError: as `RunFile.load`, or the recipe is unknown.
+        ConfigError: see `RunFile.load`; also if the recipe is unknown.
     """
     return parse_run_config(read_yaml(Path(path), overrides or {}), origin=str(path))
 
@@ -51,7 +51,7 @@ def parse_run_config(values: Mapping[str, Any], *, origin: str) -> AnyConfig:
     """Validate plain nested values of any recipe and return the config.
 
     Raises:
-        ConfigError: as `load_run_config`.
+        ConfigError: see `load_run_config`.
     """
     if "space" in values and "base" in values:
         raise ConfigError(
@@ -59,7 +59,7 @@ def parse_run_config(values: Mapping[str, Any], *, origin: str) -> AnyConfig:
         )
     recipe = values.get("recipe", "ppo")
     if recipe not in RECIPES:
-        near = difflib.get_close_matches(str(recipe), RECIPES, n=1)
-        hint = f"Did you mean {near[0]}?" if near else "Set recipe to one of them."
+        similar = difflib.get_close_matches(str(recipe), RECIPES, n=1)
+        hint = f"Did you mean {similar[0]}?" if similar else "Set recipe to one of them."
         raise ConfigError(f"{origin}: recipe ({recipe!r}): must be {', '.join(RECIPES)}. {hint}")
     return RECIPES[recipe].parse(values, origin=origin)

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
 from raypo.config.fields import FUNCTION, PATH
-from raypo.config.only_if import SET, above, only_if, prefixed, unless
+from raypo.config.only_if import SET, above, only_if, unless, with_prefix
 from raypo.config.paths import VERIFIERS
 from raypo.config.sources import one_or_many
 
@@ -279,7 +279,7 @@ class RolloutSection(SamplingSection):
     )
     """Keyword arguments for the environment of each episode."""
     environment_processes: Annotated[
-        int, only_if("environment", SET), unless("environment", prefixed(VERIFIERS))
+        int, only_if("environment", SET), unless("environment", with_prefix(VERIFIERS))
     ] = Field(default=0, ge=0)
     """Number of processes for environments, beside the first learner worker. If a call hangs, its
     process is killed. Environments are pickled between their turns. 0 runs environments in the
@@ -297,7 +297,7 @@ class RolloutSection(SamplingSection):
     `max_episode_tokens`. The episode then counts as truncated. null means that it counts as failed
     instead. An environment's episode keeps its rewards."""
     endpoint_host: Annotated[
-        str, only_if("agent", SET) | only_if("environment", prefixed(VERIFIERS))
+        str, only_if("agent", SET) | only_if("environment", with_prefix(VERIFIERS))
     ] = "127.0.0.1"
     """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0
     is for agents in containers or on other machines: the endpoint listens on all addresses of the

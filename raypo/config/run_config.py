@@ -58,7 +58,7 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers, the ZeRO stage, and where activations are kept or
+learning rate depends on it. Worker counts, the ZeRO stage, and where activations are kept or
 computed again change only the rounding of sums."""
 
 
@@ -94,7 +94,7 @@ class RecipeConfig(RunFile):
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
-    if TYPE_CHECKING:  # each subclass has these sections, in a class of its own
+    if TYPE_CHECKING:  # each subclass defines these sections with its own classes
         model: TrainedModelSection
         learner: WorkersSection
         eval: HeldOutSection
@@ -113,7 +113,7 @@ class RecipeConfig(RunFile):
     def scheduled_steps(self) -> tuple[int, str] | None:
         """Number of steps in the learning-rate schedule, and the config keys that determine it.
 
-        None means that the number is not known yet.
+        None means that the number is still unknown.
         """
         return self.num_steps, "num_steps"
 
@@ -133,9 +133,9 @@ class RecipeConfig(RunFile):
                 f"rows, but model.attention is {self.model.attention}. Set model.attention to "
                 "auto, or learner.sequence_parallel to 1."
             )
-        watched = {"checkpoint.best_by": self.checkpoint.best_by}
-        watched["stop.metric"] = self.stop.metric if self.stop.watches else None
-        for key, metric in watched.items():
+        metrics_by_key = {"checkpoint.best_by": self.checkpoint.best_by}
+        metrics_by_key["stop.metric"] = self.stop.metric if self.stop.watches else None
+        for key, metric in metrics_by_key.items():
             if metric and metric.startswith("eval/") and not self.measures_held_out:
                 yield (
                     f"{key} ({metric}): is measured on held-out prompts, but eval.prompts is "
@@ -152,19 +152,19 @@ class RecipeConfig(RunFile):
         """Yield a problem if a worker would have no row in a step.
 
         Args:
-            rows: Numbers of rows that the workers share, by config key.
+            rows: Number of rows that the workers share, by config key.
         """
-        count, most = self.learner.num_workers, min(rows.values())
-        shares = self.learner.sequence_parallel
-        if count > most * shares:
-            limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
+        count, max_workers = self.learner.num_workers, min(rows.values())
+        max_workers *= self.learner.sequence_parallel
+        if count > max_workers:
+            limits = ", ".join(f"{key} = {row_count}" for key, row_count in rows.items())
             yield (
                 f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
-                f"Set learner.num_workers to at most {most * shares}."
+                f"Set learner.num_workers to at most {max_workers}."
             )
 
     def with_workers(self, count: int) -> Self:
-        """Return the config of an elastic run for the time that it has `count` workers.
+        """Return the config of an elastic run for a period with `count` workers.
 
         Raises:
             ConfigError: a rule does not hold with this number of workers.
@@ -236,33 +236,33 @@ class OnlineConfig(RecipeConfig):
     @property
     def reward_models(self) -> dict[str, RewardModelEntry]:
         """Entry of each reward model in `model.reward`, by the role of its deployment."""
-        return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
+        return {f"reward_{index}": entry for index, entry in enumerate(self.model.reward or ())}
 
     @property
     def judge_models(self) -> dict[str, str]:
-        """Role of the judge's deployment -> path of its model. Empty if the run deploys none."""
+        """Path of a deployed judge's model, by role. Empty if the run deploys no judge."""
         judge = self.reward.judge
         return {"judge": judge.path} if judge and judge.path else {}
 
     @property
     def judged_tokens(self) -> int:
-        """Tokens that a deployed judge reads and answers at most, besides those of its template."""
+        """Maximum number of tokens that a deployed judge reads and writes, without its template."""
         judge = self.reward.judge
-        assert judge is not None, "asked of runs with a judge only"
-        answer = int(judge.merged_sampling.get("max_tokens", 1))
-        prompt = self.data.max_prompt_tokens if "{prompt}" in judge.template else 0
-        return prompt + self.rollout.max_response_tokens + answer
+        assert judge is not None, "only for runs with a judge"
+        response_tokens = int(judge.merged_sampling.get("max_tokens", 1))
+        prompt_tokens = self.data.max_prompt_tokens if "{prompt}" in judge.template else 0
+        return prompt_tokens + self.rollout.max_response_tokens + response_tokens
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Value of each setting that gives training responses a score, by config key."""
-        of_sources = functions_of(self.data.prompts)
+        """Values of the settings that score training responses, by config key."""
+        source_functions = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
             "reward.judge": self.reward.judge and self.reward.judge.name,
             "model.reward": self.model.reward,
-            "data.prompts.function": next(iter(of_sources.values()), None),
+            "data.prompts.function": next(iter(source_functions.values()), None),
         }
         return {key: value for key, value in judges.items() if value is not None}
 
@@ -336,9 +336,9 @@ class OnlineConfig(RecipeConfig):
                 f"(data.max_prompt_tokens, {self.rollout.length_key}, max_tokens of "
                 f"reward.judge.sampling). Raise it, or lower one of these."
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        max_tokens = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         keys = f"data.max_prompt_tokens + {self.rollout.length_key}"
-        yield from self.learner.no_room_for(longest, keys)
+        yield from self.learner.no_room_for(max_tokens, keys)
 
     def _problems_of_engines(self) -> Iterator[str]:
         engine, num_workers = self.rollout.engine, self.learner.num_workers
@@ -349,13 +349,13 @@ class OnlineConfig(RecipeConfig):
                 f"learner.num_workers ({num_workers}), whose devices a colocated engine uses. "
                 "Set it to 1, or placement.mode to dedicated."
             )
-        most = num_workers // engine.tensor_parallel
-        if is_colocated and engine.count != "auto" and engine.count > most:
+        max_count = num_workers // engine.tensor_parallel
+        if is_colocated and engine.count != "auto" and engine.count > max_count:
             yield (
                 f"rollout.engine.count ({engine.count}): a colocated engine shares the devices "
                 f"of {engine.tensor_parallel} of the {num_workers} learner workers "
                 "(rollout.engine.tensor_parallel, learner.num_workers). Set "
-                f"rollout.engine.count to at most {most}, or placement.mode to dedicated."
+                f"rollout.engine.count to at most {max_count}, or placement.mode to dedicated."
             )
         if is_colocated and self.rollout.mode != "sync":
             yield (
@@ -394,8 +394,8 @@ class OnlineConfig(RecipeConfig):
             "reward": ("placement.frozen.reward", frozen.reward),
             "judge": ("placement.frozen.judge", frozen.judge),
         }
-        for role, (where, replica) in sections.items():
-            key, size = f"{where}.tensor_parallel", replica.tensor_parallel
+        for role, (section_key, replica) in sections.items():
+            key, size = f"{section_key}.tensor_parallel", replica.tensor_parallel
             is_colocated = self.placement.group_of(role) == "colocated"
             if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
                 yield (
@@ -476,10 +476,10 @@ class PPOConfig(OnlineConfig):
 
         If only the critic is trained, all steps count.
         """
-        waits = self.ppo.critic_warmup_steps
-        if not 0 < waits < self.num_steps:
+        warmup = self.ppo.critic_warmup_steps
+        if not 0 < warmup < self.num_steps:
             return self.num_steps, "num_steps"
-        return self.num_steps - waits, "num_steps - ppo.critic_warmup_steps"
+        return self.num_steps - warmup, "num_steps - ppo.critic_warmup_steps"
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
@@ -499,8 +499,8 @@ class PPOConfig(OnlineConfig):
                 f"Set ppo.minibatch_size to {divisor}."
             )
         is_one_update = self.ppo.num_epochs == 1 and responses == size
-        is_unmoved = is_one_update and self.ppo.old_log_probs == "learner"
-        if self.ppo.policy_loss == "kl_cov" and is_unmoved:
+        has_no_change = is_one_update and self.ppo.old_log_probs == "learner"
+        if self.ppo.policy_loss == "kl_cov" and has_no_change:
             yield (
                 "ppo.policy_loss (kl_cov): penalises changes of log-probs between the updates "
                 "of a step, but a step has only one update (ppo.num_epochs 1, "
@@ -509,11 +509,11 @@ class PPOConfig(OnlineConfig):
                 "ppo.policy_loss to clip_cov."
             )
         prompts = self.rollout.prompts_per_step
-        apart, in_all = self.learner.critic_workers, self.learner.total_workers
-        if apart and (in_all > prompts or apart > size):
+        critic_workers, total_workers = self.learner.critic_workers, self.learner.total_workers
+        if critic_workers and (total_workers > prompts or critic_workers > size):
             yield (
-                f"learner.critic_workers ({apart}): every worker needs a prompt of each step "
-                f"(learner.num_workers + learner.critic_workers = {in_all}, "
+                f"learner.critic_workers ({critic_workers}): every worker needs a prompt of each "
+                f"step (learner.num_workers + learner.critic_workers = {total_workers}, "
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
                 f"(ppo.minibatch_size = {size}). Lower it, or set it to 0."
             )
@@ -521,7 +521,7 @@ class PPOConfig(OnlineConfig):
         yield from self._idle_workers(rows)
 
     def _problems_of_the_critic(self) -> Iterator[str]:
-        warmup, apart = self.ppo.critic_warmup_steps, self.learner.critic_workers
+        warmup, critic_workers = self.ppo.critic_warmup_steps, self.learner.critic_workers
         if warmup >= self.num_steps and not self.learner.save_critic:
             yield (
                 f"ppo.critic_warmup_steps ({warmup}): leaves no step of num_steps "
@@ -529,11 +529,11 @@ class PPOConfig(OnlineConfig):
                 f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
                 f"trains only its critic."
             )
-        is_kept_elsewhere = is_uri(self.storage_path) and self.learner.save_critic
-        if apart and is_kept_elsewhere and self.checkpoint.best_by:
+        is_stored_remotely = is_uri(self.storage_path) and self.learner.save_critic
+        if critic_workers and is_stored_remotely and self.checkpoint.best_by:
             yield (
-                f"learner.critic_workers ({apart}): the critic is written by another worker than "
-                "the policy, but best/ copies both from one disk (storage_path: "
+                f"learner.critic_workers ({critic_workers}): the critic is written by another "
+                "worker than the policy, but best/ copies both from one disk (storage_path: "
                 f"{self.storage_path}). Set checkpoint.best_by to null, learner.save_critic to "
                 "false, or storage_path to a folder that all nodes see."
             )
@@ -543,11 +543,11 @@ class PPOConfig(OnlineConfig):
         if self.rollout.has_agent:
             yield from self._problems_of_agents()
         names = ("normalize", "clip_low", "clip_high", "function")
-        of_the_total = [f"ppo.shaping.{name}" for name in names]
+        score_keys = [f"ppo.shaping.{name}" for name in names]
         answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
         credits_turns = not self.ppo.needs_group or self.ppo.advantage == "gigpo"
         is_credited_by_turn = answers_turns and credits_turns
-        for key, value in self.set_keys(*of_the_total) if is_credited_by_turn else ():
+        for key, value in self.set_keys(*score_keys) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, but ppo.advantage: "
                 f"{self.ppo.advantage} assigns credit by the rewards of its turns. Remove it, "
@@ -577,8 +577,8 @@ class PPOConfig(OnlineConfig):
             "eval.function": self.eval.function,
             "eval.prompts.function": next(iter(functions_of(self.eval.prompts).values()), None),
         }
-        refused = self.judges | {key: value for key, value in held_out.items() if value}
-        for key, value in refused.items():
+        score_sources = self.judges | {key: value for key, value in held_out.items() if value}
+        for key, value in score_sources.items():
             yield (
                 f"{key} ({value}): scores single responses, but an episode of {agent} may have "
                 f"several, with one score that the agent returns. Remove {key}."
@@ -608,11 +608,11 @@ class PPOConfig(OnlineConfig):
                     "ppo.part_weights."
                 )
         samples, horizon = self.rollout.samples_per_prompt, self.ppo.kl.horizon
-        comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
-        comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
-        if comparing and samples < 2:
+        compared_by = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
+        compared_by = compared_by or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
+        if compared_by and samples < 2:
             yield (
-                f"rollout.samples_per_prompt ({samples}): {comparing} compares the samples of a "
+                f"rollout.samples_per_prompt ({samples}): {compared_by} compares the samples of a "
                 "prompt. Set rollout.samples_per_prompt to 2 or more."
             )
         if self.ppo.advantage == "pass_at_k" and self.ppo.pass_k > samples >= 2:
@@ -635,15 +635,21 @@ class PPOConfig(OnlineConfig):
             ("ppo.correction.token_veto", section.token_veto, "null"),
             ("ppo.correction.off_policy_mask", section.off_policy_mask, "null"),
         )
-        acting = [c for c in comparisons if c[1] not in ("learner", "none", None)]
-        if truncation and acting:
-            key, value, off = acting[0]
-            cutting, at = truncation
-            usual = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[cutting]
+        active = [
+            comparison
+            for comparison in comparisons
+            if comparison[1] not in ("learner", "none", None)
+        ]
+        if truncation and active:
+            key, value, off = active[0]
+            truncation_key, limit = truncation
+            neutral = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[
+                truncation_key
+            ]
             yield (
                 f"{key} ({value}): compares the engine's log-probs with the learner's, but "
-                f"{cutting} ({at:g}) truncates the engine's distribution. Set {cutting} to "
-                f"{usual}, or {key} to {off}."
+                f"{truncation_key} ({limit:g}) truncates the engine's distribution. Set "
+                f"{truncation_key} to {neutral}, or {key} to {off}."
             )
         low_precision = self.rollout.engine.low_precision
         if low_precision and not self.ppo.allows_for_staleness:
@@ -653,10 +659,10 @@ class PPOConfig(OnlineConfig):
                 "tokens, and ppo.correction.kind (none) does not correct that. Set "
                 "ppo.correction.kind to tis, or another kind."
             )
-        most, bound = section.max_staleness, self.rollout.staleness
-        if most is not None and most >= bound:
+        max_staleness, staleness_bound = section.max_staleness, self.rollout.staleness
+        if max_staleness is not None and max_staleness >= staleness_bound:
             yield (
-                f"ppo.correction.max_staleness ({most}): no token is staler than {bound} "
-                f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Lower it, or set it "
-                "to null."
+                f"ppo.correction.max_staleness ({max_staleness}): no token is staler than "
+                f"{staleness_bound} (rollout.mode {self.rollout.mode}, rollout.max_staleness). "
+                "Lower it, or set it to null."
             )

@@ -1,4 +1,4 @@
-"""Data sources: files, folders and data sets, with the options of each."""
+"""Data sources: files, folders and data sets, with their options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SourceEntry(Config):
 
     @field_validator("config", "split")
     @classmethod
-    def _is_no_file(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _refuse_options_of_files(cls, value: str | None, info: ValidationInfo) -> str | None:
         path = info.data.get("path", "")
         is_file = "://" in path or path.lower().endswith(DATA_FILES)
         if is_file and value != cls.model_fields[str(info.field_name)].default:
@@ -67,7 +67,7 @@ class SourceEntry(Config):
         return value
 
     def __str__(self) -> str:
-        """Return the source as messages show it: `openai/gsm8k, main, train`, or a file's path."""
+        """Return the source for messages: `openai/gsm8k, main, train`, or a file's path."""
         if self.config is None and self.split == type(self).model_fields["split"].default:
             return self.path
         return ", ".join(filter(None, (self.path, self.config, self.split)))
@@ -99,8 +99,8 @@ def source_name(source: PromptSource) -> str:
         return source.name
     for part in reversed(path_of(source).partition("?")[0].split("/")):
         file = PurePath(part)
-        word = file.stem if file.suffix.lower() in DATA_FILES else part
-        if name := re.sub(r"[^\w.-]+", "-", word).strip(
+        stem = file.stem if file.suffix.lower() in DATA_FILES else part
+        if name := re.sub(r"[^\w.-]+", "-", stem).strip(
             "-._"
         ):  # empty if the part is only wildcards
             return name
@@ -115,11 +115,11 @@ def path_of(source: PromptSource) -> str:
 def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
     """Refuse two sources of the same name if an option depends on the name."""
     names = [source_name(source) for source in sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    repeated = next((name for name in names if names.count(name) > 1), None)
     entries = [source for source in sources if isinstance(source, SourceEntry)]
-    if twice and any(entry.weight or entry.function or entry.name for entry in entries):
+    if repeated and any(entry.weight or entry.function or entry.name for entry in entries):
         raise ValueError(
-            f"two sources have the name {twice}, but names must be unique. Give each its own "
+            f"two sources have the name {repeated}, but names must be unique. Give each its own "
             "name, like {path: PATH, name: NAME}."
         )
     return sources
@@ -127,10 +127,10 @@ def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
 
 def _all_weighted_or_none(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
     """Refuse weights if some sources have none, because the shares would be undefined."""
-    without = [s for s in sources if isinstance(s, str) or s.weight is None]
-    if without and len(without) < len(sources):
+    unweighted = [s for s in sources if isinstance(s, str) or s.weight is None]
+    if unweighted and len(unweighted) < len(sources):
         raise ValueError(
-            f"{without[0]} has no weight, but others have one. Give every source a weight, or "
+            f"{unweighted[0]} has no weight, but others have one. Give every source a weight, or "
             "none of them."
         )
     return sources
@@ -154,6 +154,6 @@ HeldOutSources = Annotated[_Sources, PATH, AfterValidator(_distinct), AfterValid
 
 
 def functions_of(sources: Sequence[PromptSource] | None) -> dict[str, str]:
-    """Return the reward function of each source that has its own, by the source's name."""
+    """Return the reward functions of the sources that name one, by source name."""
     entries = [source for source in sources or () if isinstance(source, SourceEntry)]
     return {source_name(entry): entry.function for entry in entries if entry.function}

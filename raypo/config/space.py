@@ -12,7 +12,7 @@ RANGES = {
     "loguniform": "[low, high], both above 0",
     "randint": "[low, high], whole numbers, high left out",
 }
-"""Form of the values of each kind of range, by kind."""
+"""Format of the values of a range, by kind."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
 """Approximate maximum number of whole numbers of a range that are validated."""
@@ -27,23 +27,19 @@ class Domain:
     values: tuple[Any, ...]
 
     @classmethod
-    def parse(cls, key: str, written: Any) -> Domain:
+    def parse(cls, key: str, domain: Any) -> Domain:
         """Parse the domain of a key.
 
         Raises:
             ValueError: the value in the file is not a domain. The message has key, value, rule and
                 remedy.
         """
-        if (
-            not isinstance(written, Mapping)
-            or len(written) != 1
-            or next(iter(written)) not in KINDS
-        ):
+        if not isinstance(domain, Mapping) or len(domain) != 1 or next(iter(domain)) not in KINDS:
             raise ValueError(
-                f"space.{key} ({written!r}): must be one of {', '.join(KINDS)} with its values. "
+                f"space.{key} ({domain!r}): must be one of {', '.join(KINDS)} with its values. "
                 f"Write it like {{loguniform: [1.0e-4, 1.0]}} or {{choice: [0.1, 0.2]}}."
             )
-        ((kind, values),) = written.items()
+        ((kind, values),) = domain.items()
         if not isinstance(values, list | tuple) or not values:
             raise ValueError(
                 f"space.{key} ({kind}: {values!r}): must be a list of values. Write "
@@ -92,15 +88,15 @@ class Domain:
         return f"{self.kind} {', '.join(_short(value) for value in self.values)}"
 
 
-def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_space(space: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a search space as a flat mapping: `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
 
     Nested keys, as in overrides, become dotted keys.
     """
     flat: dict[str, Any] = {}
-    for key, value in written.items():
-        nests = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
-        if nests and all(isinstance(below, Mapping) for below in value.values()):
+    for key, value in space.items():
+        is_nested = isinstance(value, Mapping) and value and not set(value) & set(KINDS)
+        if is_nested and all(isinstance(entry, Mapping) for entry in value.values()):
             flat |= flat_space(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -111,15 +107,15 @@ def _check_range(key: str, kind: str, values: list[Any]) -> None:
     def refuse(rule: str, remedy: str) -> None:
         raise ValueError(f"space.{key} ({kind}: {values!r}): {rule}. {remedy}.")
 
-    usual = f"Write {kind}: {RANGES[kind]}"
+    form_remedy = f"Write {kind}: {RANGES[kind]}"
     if len(values) != 2:
-        refuse(f"must be {RANGES[kind]}", usual)
+        refuse(f"must be {RANGES[kind]}", form_remedy)
     for value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            refuse("must be numbers", usual)
+            refuse("must be numbers", form_remedy)
         if kind == "randint" and not isinstance(value, int):
-            refuse("must be whole numbers", usual)
+            refuse("must be whole numbers", form_remedy)
     low, high = values
     if not low < high:
         refuse(f"low ({low:g}) must be below high ({high:g})", "Swap or change them")

@@ -1,6 +1,4 @@
-"""The sweep file: search space over a run config, search algorithm, and the metric that ranks
-trials.
-"""
+"""Sweep file: search space over a run config, search algorithm, and ranking of trials."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from raypo.config.sources import one_or_many
 from raypo.config.space import Domain, flat_space
 from raypo.config.supervised_config import PolicyExamplesConfig, RewardModelConfig
 
-SET_BY_THE_SWEEP = (
+SET_BY_SWEEP = (
     "name",
     "recipe",
     "storage_path",
@@ -53,7 +51,7 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "judge", "engine"]
 MAX_TEST_POINTS = 1000
 """Maximum number of points of the space that are validated against the run config."""
-_NOT_COPIED = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")
+_FIXED_BY_CHECKPOINT = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")
 """Prefixes of keys that must not change when a run resumes from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
@@ -177,10 +175,10 @@ class SweepConfig(RunFile):
 
     @field_validator("space", mode="before")
     @classmethod
-    def _domains(cls, written: Any) -> Any:
-        if not isinstance(written, Mapping):
-            return written
-        flat = flat_space({str(key): value for key, value in written.items()})
+    def _domains(cls, space: Any) -> Any:
+        if not isinstance(space, Mapping):
+            return space
+        flat = flat_space({str(key): value for key, value in space.items()})
         return {key: Domain.parse(key, value) for key, value in flat.items()}
 
     def _problems(self) -> Iterator[str]:
@@ -237,19 +235,22 @@ class SweepConfig(RunFile):
             _check_examples(self, base)
         for key in self.space:
             check_key(key, type(base))
-        for words, trial in self.trials():
-            _check_metrics(self, trial, words)
-            _check_stop(trial, words)
+        for point_label, trial in self.trials():
+            _check_metrics(self, trial, point_label)
+            _check_stop(trial, point_label)
         _check_sharing(self, base)
         _check_pbt(self, base)
         return base
 
     def trials(self) -> Iterator[tuple[str, AnyConfig]]:
-        """Yield the values (as text) and the run config of each point of the space to validate."""
+        """Yield the label and the run config of each point of the space to validate."""
         values = self.base_values()
         for point in _test_points(self):
-            words = ", ".join(f"{key}={value}" for key, value in point.items())
-            yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
+            point_label = ", ".join(f"{key}={value}" for key, value in point.items())
+            yield (
+                point_label,
+                parse_run_config(with_values(values, point), origin=f"space, {point_label}"),
+            )
 
     def perturb_every(self, base: AnyConfig) -> int:
         """Return the number of steps between two perturbations of pbt."""
@@ -264,58 +265,58 @@ class SweepConfig(RunFile):
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values in which each dotted key of `point` has the point's value."""
+    """Return a copy of nested values with the dotted keys of `point` set to its values."""
     tree = copy.deepcopy(dict(values))  # free mappings may have dots or numbers as keys
     for key, value in point.items():
-        *sections, last = key.split(".")
+        *sections, last_name = key.split(".")
         section = tree
         for name in sections:
             if not isinstance(section.get(name), dict):
                 section[name] = {}
             section = section[name]
-        section[last] = value
+        section[last_name] = value
     return tree
 
 
-def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
+def check_key(key: str, config_class: type[AnyConfig], *, space: str = "space") -> None:
     """Refuse a key that a search space cannot contain.
 
     Args:
         key: Dotted key.
-        kind: Class of the run config.
+        config_class: Class of the run config.
         space: Name of the space, for messages.
 
     Raises:
         ConfigError: the run config has no such key, the key is a section, or it must be the same
             for all trials.
     """
-    keys = known_keys(kind)
+    keys = known_keys(config_class)
     if key not in keys:
         hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
-    below = [other for other in keys if other.startswith(f"{key}.")]
-    if below:
+    subkeys = [known_key for known_key in keys if known_key.startswith(f"{key}.")]
+    if subkeys:
         raise ConfigError(
             f"{space}.{key}: is a section of the run config. Name one of its keys, like "
-            f"{space}.{below[0]}."
+            f"{space}.{subkeys[0]}."
         )
-    if any(key == fixed or key.startswith(f"{fixed}.") for fixed in SET_BY_THE_SWEEP):
+    if any(key == prefix or key.startswith(f"{prefix}.") for prefix in SET_BY_SWEEP):
         raise ConfigError(f"{space}.{key}: is the same for all trials. Remove it from the space.")
 
 
 def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield all combinations of test values, or `MAX_TEST_POINTS` random ones if there are more."""
-    by_key = {key: domain.test_values for key, domain in sweep.space.items()}
-    if math.prod(map(len, by_key.values())) <= MAX_TEST_POINTS:
-        for values in itertools.product(*by_key.values()):
-            yield dict(zip(by_key, values, strict=True))
+    values_by_key = {key: domain.test_values for key, domain in sweep.space.items()}
+    if math.prod(map(len, values_by_key.values())) <= MAX_TEST_POINTS:
+        for values in itertools.product(*values_by_key.values()):
+            yield dict(zip(values_by_key, values, strict=True))
         return
-    draw = random.Random(0)
+    generator = random.Random(0)
     for _ in range(MAX_TEST_POINTS):
-        yield {key: draw.choice(values) for key, values in by_key.items()}
+        yield {key: generator.choice(values) for key, values in values_by_key.items()}
 
 
-def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
+def _check_metrics(sweep: SweepConfig, trial: AnyConfig, point_label: str) -> None:
     for metric in (*sweep.metric, *(constraint.metric for constraint in sweep.constraint)):
         if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
@@ -336,18 +337,18 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(
-                f"metric ({metric}): a trial with {words} has no reference model, so there is no "
-                "KL to it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
+                f"metric ({metric}): a trial with {point_label} has no reference model, so there "
+                "is no KL to it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
             )
 
 
-def _check_stop(trial: AnyConfig, words: str) -> None:
+def _check_stop(trial: AnyConfig, point_label: str) -> None:
     for key in ("at", "patience", "after_s"):
         value = getattr(trial.stop, key)
         if value is not None:
             raise ConfigError(
                 f"stop.{key} ({value:g}): trials are compared at the same step, but one with "
-                f"{words} would end at another step. Set overrides.stop.{key} to null; a "
+                f"{point_label} would end at another step. Set overrides.stop.{key} to null; a "
                 "scheduler stops the worse trials, and a sweep that was stopped with Ctrl-C can "
                 "be resumed."
             )
@@ -380,7 +381,7 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
     if sweep.scheduler.kind != "pbt":
         return
     for key in sweep.space:
-        if f"{key}.".startswith(_NOT_COPIED):
+        if f"{key}.".startswith(_FIXED_BY_CHECKPOINT):
             raise ConfigError(
                 f"space ({key}): pbt changes values while a trial runs, but a checkpoint fits "
                 f"only one model and one optimizer. Leave {key} out, or use another scheduler."

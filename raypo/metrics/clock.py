@@ -13,7 +13,7 @@ class Clock:
     """Stopwatch that divides time into named laps without gaps, so that laps add up to the total.
 
     Example: call `clock.lap("time/generate_s")` after generation and `clock.lap("time/update_s")`
-    after the update. `clock.laps` then has the seconds of both.
+    after the update. `clock.laps` then contains both times.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -34,7 +34,7 @@ class Clock:
         return seconds
 
     def join(self, other: Clock) -> None:
-        """Move the laps and spans of another clock here. Its time is a part of the current lap."""
+        """Take over the laps and spans of another clock, whose time is part of the current lap."""
         for name, seconds in other.laps.items():
             self.laps[name] = self.laps.get(name, 0.0) + seconds
             self._last += seconds
@@ -44,8 +44,8 @@ class Clock:
 
 def duration(seconds: float) -> str:
     """Format a duration, like `2 min 47 s`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {remaining_seconds:02d} s" if minutes else f"{remaining_seconds} s"

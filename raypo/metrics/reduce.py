@@ -1,4 +1,4 @@
-"""Metrics of a step, independent of the number of workers and of the split into micro-batches."""
+"""Reduction of metrics, independent of the number of workers and the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 class _Share(NamedTuple):
     kind: str  # mean | max | sum | std
-    value: float  # of std: the mean
+    value: float  # for std: the mean
     weight: float = 0.0
-    squares: float = 0.0  # of std: sum of squared deviations from the mean
+    squares: float = 0.0  # for std: sum of squared deviations from the mean
 
 
 class WeightedMeans:
     """Accumulator of means, maxima and counts in float64, which are reduced over all workers.
 
-    Example: the losses of a micro-batch sum to 6 over 3 tokens, and those of another to 2 over 1
-    token. After `add("ppo/policy_loss", 6, 3)` and `add("ppo/policy_loss", 2, 1)` the mean is
-    8 / 4 = 2.
+    Example: the losses of a micro-batch sum to 6 over 3 tokens, and the losses of another to 2
+    over 1 token. After `add("ppo/policy_loss", 6, 3)` and `add("ppo/policy_loss", 2, 1)` the mean
+    is 8 / 4 = 2.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class WeightedMeans:
 
     def add(self, name: str, total: SupportsFloat, weight: SupportsFloat) -> None:
         """Add to a mean: `total` is a sum of values, `weight` the sum of their weights."""
-        self._join(name, _Share("mean", float(total), float(weight)))
+        self._merge(name, _Share("mean", float(total), float(weight)))
 
     def total(self, name: str, value: SupportsFloat) -> None:
-        """Add to a count; the counts of all workers are summed."""
-        self._join(name, _Share("sum", float(value)))
+        """Add to a count. The counts of all workers are summed."""
+        self._merge(name, _Share("sum", float(value)))
 
     def maximum(self, name: str, value: SupportsFloat) -> None:
-        """Add a candidate for the maximum; a single NaN makes it NaN."""
-        self._join(name, _Share("max", float(value)))
+        """Add a candidate for the maximum. A single NaN makes the maximum NaN."""
+        self._merge(name, _Share("max", float(value)))
 
     def deviation(self, name: str, values: Sequence[float]) -> None:
         """Add values to a population standard deviation.
@@ -49,16 +49,16 @@ class WeightedMeans:
         if values:
             mean = _sum(list(values)) / len(values)
             squares = _sum([(value - mean) ** 2 for value in values])
-            self._join(name, _Share("std", mean, len(values), squares))
+            self._merge(name, _Share("std", mean, len(values), squares))
 
     def include(self, other: WeightedMeans) -> None:
-        """Add everything that another accumulator of this worker holds."""
+        """Add the contents of another accumulator of this worker."""
         for name, share in other._shares.items():
-            self._join(name, share)
+            self._merge(name, share)
 
     def values(self) -> dict[str, float]:
         """Return the metrics of this accumulator alone, sorted by name."""
-        return _values([self._shares])
+        return _metric_values([self._shares])
 
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Return the metrics reduced over all workers, sorted by name.
@@ -66,46 +66,46 @@ class WeightedMeans:
         This makes one collective call. A metric may be missing on some workers. A mean with zero
         weight is NaN.
         """
-        return _values(workers.gather(self._shares))
+        return _metric_values(workers.gather(self._shares))
 
-    def _join(self, name: str, share: _Share) -> None:
-        mine = self._shares.get(name)
-        self._shares[name] = share if mine is None else _joined(name, [mine, share])
+    def _merge(self, name: str, share: _Share) -> None:
+        current = self._shares.get(name)
+        self._shares[name] = share if current is None else _merge_shares(name, [current, share])
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Return the metrics. If exactly one of them begins with `prefix`, leave it out.
+    """Return the metrics, without the only metric that starts with `prefix`.
 
-    A breakdown of a metric into a single part would be redundant.
+    Two or more such metrics are kept. A breakdown of a metric into a single part is redundant.
     """
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
 
 
-def _values(parts: Sequence[dict[str, _Share]]) -> dict[str, float]:
+def _metric_values(shares_by_worker: Sequence[dict[str, _Share]]) -> dict[str, float]:
     values: dict[str, float] = {}
-    for name in sorted(set().union(*parts)):
-        whole = _joined(name, [part[name] for part in parts if name in part])
-        if whole.kind == "mean":
-            values[name] = whole.value / whole.weight if whole.weight else math.nan
-        elif whole.kind == "std":
-            values[name] = math.sqrt(whole.squares / whole.weight)
+    for name in sorted(set().union(*shares_by_worker)):
+        merged = _merge_shares(name, [part[name] for part in shares_by_worker if name in part])
+        if merged.kind == "mean":
+            values[name] = merged.value / merged.weight if merged.weight else math.nan
+        elif merged.kind == "std":
+            values[name] = math.sqrt(merged.squares / merged.weight)
         else:
-            values[name] = whole.value
+            values[name] = merged.value
     return values
 
 
-def _joined(name: str, shares: list[_Share]) -> _Share:
+def _merge_shares(name: str, shares: list[_Share]) -> _Share:
     kinds = {share.kind for share in shares}
-    assert len(kinds) == 1, f"{name} is booked as {' and as '.join(sorted(kinds))}"
+    assert len(kinds) == 1, f"{name} has several kinds: {', '.join(sorted(kinds))}"
     values = [share.value for share in shares]
     if shares[0].kind == "max":
         return _Share("max", math.nan if any(map(math.isnan, values)) else max(values))
     weight = _sum([share.weight for share in shares])
     if shares[0].kind == "std":
         mean = _sum([share.weight * share.value for share in shares]) / weight
-        between = [share.weight * (share.value - mean) ** 2 for share in shares]
-        return _Share("std", mean, weight, _sum([*(s.squares for s in shares), *between]))
+        between_shares = [share.weight * (share.value - mean) ** 2 for share in shares]
+        return _Share("std", mean, weight, _sum([*(s.squares for s in shares), *between_shares]))
     return _Share(shares[0].kind, _sum(values), weight)
 
 

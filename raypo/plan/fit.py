@@ -34,8 +34,8 @@ from raypo.config.auto_values import (
     KV_CACHE_SIZE,
     SNAPSHOT_SHARE,
     candidates,
+    is_sleep_unresolved,
     least_memory,
-    sleep_is_open,
     with_value,
 )
 from raypo.config.sweep_config import with_values
@@ -397,7 +397,7 @@ def decided(plan: Plan) -> Plan:
     if plan.config.learner.max_tokens_per_microbatch == "auto":
         tokens = found.config.learner.microbatch_tokens
         decisions.append(f"learner.max_tokens_per_microbatch is auto: {tokens}{_because(found)}")
-    if sleep_is_open(plan.config) and isinstance(found.config, OnlineConfig):
+    if is_sleep_unresolved(plan.config) and isinstance(found.config, OnlineConfig):
         sleeps = found.config.rollout.engine.sleeps
         value = (
             "true, the models take turns" if sleeps else "false, all models fit at the same time"

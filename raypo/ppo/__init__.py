@@ -1,4 +1,4 @@
-"""The mathematics of PPO and its family: functions of torch tensors, each formula in one place.
+"""The mathematics of PPO and related algorithms, as functions of torch tensors.
 
 `raypo.recipes.ppo.ppo_step` shows the order in which a step uses these modules:
 
@@ -10,10 +10,10 @@
 - `objective`: the loss of a microbatch, composed of `surrogates` and `losses`;
 - `controllers`: coefficients of the next step.
 
-`groups` has the filter of dynamic sampling, group baselines and pass@k. `custom_functions` calls a
-user's functions in place of some of these. `preferences` and `divergences` are losses of other
-recipes. `masked` has the masked sums that all of them use.
+`groups` has the filter of dynamic sampling, group baselines and pass@k. `custom_functions` calls
+user functions that replace some of these modules. `preferences` and `divergences` are losses of
+other recipes. `masked` has the masked sums that all modules use.
 
-Functions of an `Experience` take the section of the config whose settings they apply, so a new
-config key needs no new arguments. Functions of a single formula take tensors and numbers.
+Functions of an `Experience` take the config section that they apply, so that a new config key needs
+no new argument. Functions of a single formula take tensors and numbers.
 """

@@ -2,8 +2,8 @@
 
 Notation: B responses, T response tokens, P prompts, n samples per prompt. Every mask: True = keep.
 
-Tokens that an environment wrote are skipped: discounts and lambdas apply from one sampled token to
-the next sampled token, however many other tokens are in between.
+Discounts and lambdas apply from one sampled token to the next sampled token. Tokens of the
+environment in between are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypo.ppo.masked import check_same_shape, in_blocks, keep
 
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
-"""Number of tokens that one matmul with a triangular matrix sums up. It affects speed only."""
+"""Number of tokens summed by one matmul with a triangular matrix. It affects speed only."""
 
 
 def last_token(mask: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def last_token(mask: Tensor) -> Tensor:
         mask: [B, T] bool.
 
     Returns:
-        last: [B, T] bool, one True per row; no True in a row without a sampled token.
+        last: [B, T] bool, with one True per row, or none in a row without a sampled token.
     """
     mask = mask.bool()
     remaining = mask.flip(1).cumsum(1).flip(1)  # sampled tokens from here on
@@ -49,7 +49,7 @@ def token_rewards(
         mask: True on sampled tokens.
         kl_coef: Weight of the penalty, in score per nat.
         extra_rewards: Rewards of an environment, per token or turn. They are added at their own
-            positions, which must be sampled tokens. None means there are none.
+            positions, which must be sampled tokens. None means no such rewards.
 
     Returns:
         rewards: [B, T], 0 where masked; a row without a sampled token is 0 throughout.
@@ -100,13 +100,13 @@ def penalized_scores(
     check_same_shape(kl=kl, mask=mask)
     if kl_coef == 0.0:
         return scores
-    # Sum in float64, so that equal responses get equal penalties whatever their padding.
+    # Sum in float64, so that equal responses get equal penalties regardless of padding.
     penalty = kl_coef * keep(kl, mask).sum(1, dtype=torch.float64)
     return (scores - penalty).to(scores.dtype)
 
 
 def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
-    """Return a GAE lambda for each response, 1 - 1 / (alpha * length), or 0 if that is negative.
+    """Return a GAE lambda for each response: 1 - 1 / (alpha * length), but at least 0.
 
     The weights 1, lambda, lambda ** 2, ... then sum to alpha * length.
 
@@ -158,42 +158,42 @@ def generalized_advantages(
     Paper: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
-    of_rows = {"last_values": last_values, "gae_lambda": gae_lambda}
-    for name, rows in of_rows.items():
+    row_arguments = {"last_values": last_values, "gae_lambda": gae_lambda}
+    for name, rows in row_arguments.items():
         if isinstance(rows, Tensor) and rows.shape != mask.shape[:1]:
             raise ValueError(
                 f"{name} {tuple(rows.shape)} must have one entry for each row of "
                 f"mask {tuple(mask.shape)}."
             )
-    last = values.new_zeros(mask.shape[0]) if last_values is None else last_values
+    end_values = values.new_zeros(mask.shape[0]) if last_values is None else last_values
 
-    by_row = [gae_lambda] if isinstance(gae_lambda, Tensor) else []
-    by_turn = [] if turns is None else [turns]
+    row_lambdas = [gae_lambda] if isinstance(gae_lambda, Tensor) else []
+    optional_turns = [] if turns is None else [turns]
 
     def estimate(
-        rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor, *others: Tensor
+        rewards: Tensor, values: Tensor, mask: Tensor, end_values: Tensor, *optional: Tensor
     ) -> list[Tensor]:
         if not mask.numel():  # a worker without rows
             return [torch.zeros_like(rewards), torch.zeros_like(values)]
-        indices = _sampled_places(mask)
+        indices = _sampled_positions(mask)
         masked_values = keep(values.double(), mask)
         value = _compact(masked_values, indices)
         next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
         num_tokens = mask.sum(1, keepdim=True)
-        last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
+        last_value = keep(end_values.unsqueeze(1).double(), num_tokens > 0)
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
         reward = _compact(keep(rewards.double(), mask), indices)
-        turns = _numbered(others[-1], mask, indices) if by_turn else None
+        turns = _turn_numbers(optional[-1], mask, indices) if optional_turns else None
         if turns is not None:
             next_value.mul_(torch.where(turns.diff(append=turns[:, :1] - 1) == 0, 1.0, gamma))
-        delta = reward.add_(next_value, alpha=1.0 if by_turn else gamma).sub_(value)
-        discount = gamma * (others[0].to(delta) if by_row else gae_lambda)
+        delta = reward.add_(next_value, alpha=1.0 if optional_turns else gamma).sub_(value)
+        discount = gamma * (optional[0].to(delta) if row_lambdas else gae_lambda)
         advantages = _spread(_discounted_suffix_sums(delta, discount, turns), indices)
         advantages = keep(advantages, mask)
         return [advantages, advantages + masked_values]
 
     with torch.no_grad():
-        arguments = (rewards, values, mask.bool(), last, *by_row, *by_turn)
+        arguments = (rewards, values, mask.bool(), end_values, *row_lambdas, *optional_turns)
         advantages, returns = in_blocks(estimate, *arguments)
     return advantages, returns
 
@@ -226,16 +226,16 @@ def discounted_returns(
     """
     check_same_shape(rewards=rewards, mask=mask)
 
-    by_turn = [] if turns is None else [turns]
+    optional_turns = [] if turns is None else [turns]
 
-    def estimate(rewards: Tensor, mask: Tensor, *by_turn: Tensor) -> list[Tensor]:
-        indices = _sampled_places(mask)
+    def estimate(rewards: Tensor, mask: Tensor, *optional_turns: Tensor) -> list[Tensor]:
+        indices = _sampled_positions(mask)
         reward = _compact(keep(rewards.double(), mask), indices)
-        turns = _numbered(by_turn[0], mask, indices) if by_turn else None
+        turns = _turn_numbers(optional_turns[0], mask, indices) if optional_turns else None
         return [keep(_spread(_discounted_suffix_sums(reward, gamma, turns), indices), mask)]
 
     with torch.no_grad():
-        (returns,) = in_blocks(estimate, rewards, mask.bool(), *by_turn)
+        (returns,) = in_blocks(estimate, rewards, mask.bool(), *optional_turns)
     return returns
 
 
@@ -260,7 +260,7 @@ def group_baseline(
     Args:
         scores: Score of each sample.
         kind: Name of the estimator.
-        valid: False leaves a sample out of mean and deviation, because it failed or has no sampled
+        valid: False excludes a sample from mean and deviation, because it failed or has no sampled
             token. None means that all samples are valid.
         lengths: Sampled tokens of each sample, for opo.
         pass_k: Number of samples k, for pass_at_k.
@@ -291,7 +291,7 @@ def group_baseline(
     exact = valid_scores.double()
     count = valid.sum(1, keepdim=True).double()  # [P, 1]
     centred = keep(exact - exact.sum(1, keepdim=True) / count.clamp(min=1), valid)
-    if kind == "rloo":  # R_i - mean of the others = (R_i - mean of all) * count / (count - 1)
+    if kind == "rloo":  # R_i - mean of other samples = (R_i - mean of all) * count / (count - 1)
         centred = centred * (count / (count - 1).clamp(min=1))
     elif kind == "grpo":
         variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
@@ -302,7 +302,7 @@ def group_baseline(
         mean = exact.sum(1, keepdim=True) / count.clamp(min=1)
         centred = centred / torch.where(mean > 0, mean, 1.0)
     elif kind == "opo":
-        assert lengths is not None, "opo weighs scores by the lengths of their responses"
+        assert lengths is not None, "opo needs the lengths of the responses"
         check_same_shape(scores=scores, lengths=lengths)
         weight = keep(lengths.double(), valid)
         baseline = (weight * exact).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
@@ -323,8 +323,8 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Return the advantages of training on pass@k, whose score is the best of k samples.
 
-    A choice is a set of k valid samples of the group. Its score is the best of their scores, and
-    all choices are equally likely. A sample's advantage is the mean score of the choices that
+    A choice is a set of k valid samples of the group. Its score is its best sample's score. All
+    choices are equally likely. A sample's advantage is the mean score of the choices that
     contain it, minus the mean score of all choices, divided by the standard deviation of the score
     over all choices. With scores of 0 and 1 these are the paper's equations. With k = 1 this is
     grpo with the population standard deviation. The sums over choices are in closed form: in
@@ -332,7 +332,7 @@ def pass_at_k_advantages(
 
     Args:
         scores: Score of each sample, 0 where not valid.
-        valid: False leaves a sample out.
+        valid: False excludes a sample.
         k: Number of samples of a choice.
 
     Returns:
@@ -343,37 +343,37 @@ def pass_at_k_advantages(
     """
     ordered, order = scores.masked_fill(~valid, torch.inf).sort(1)  # valid samples first
     count = valid.sum(1, keepdim=True)  # [P, 1]
-    number = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
-    is_sample = number < count
+    rank = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
+    is_sample = rank < count
     # Use scores relative to the highest one. Only choices without the highest score then add to the
     # sums, so rounding cannot hide them even if they are few.
     highest = ordered.gather(1, (count - 1).clamp(min=0))
     ordered = keep(ordered - highest, is_sample)
 
-    def share(chosen: int, among: Tensor, all_among: Tensor) -> Tensor:
+    def share(num_chosen: int, pool: Tensor, full_pool: Tensor) -> Tensor:
         """Return C(among, chosen) / C(all_among, chosen) without huge numbers."""
         ratio = torch.ones_like(ordered)
-        for step in range(chosen):
-            most = (all_among - step).clamp(min=1)
-            ratio = ratio * (among - step).clamp(min=0) / most
+        for step in range(num_chosen):
+            denominator = (full_pool - step).clamp(min=1)
+            ratio = ratio * (pool - step).clamp(min=0) / denominator
         return ratio
 
     # In a choice that contains a given sample, the best is that sample or a later sample j.
-    alone = share(k - 1, number, count - 1)
-    later = torch.zeros_like(ordered)
+    own_share = share(k - 1, rank, count - 1)
+    later_terms = torch.zeros_like(ordered)
     if k > 1:
-        later = share(k - 2, number - 1, count - 2) * (k - 1) / (count - 1).clamp(min=1)
-    later = keep(ordered * later, is_sample)
-    after = later.flip(1).cumsum(1).flip(1) - later
-    own = ordered * alone + after
-    best = keep(
-        k * alone / count.clamp(min=1), is_sample
+        later_terms = share(k - 2, rank - 1, count - 2) * (k - 1) / (count - 1).clamp(min=1)
+    later_terms = keep(ordered * later_terms, is_sample)
+    later_sum = later_terms.flip(1).cumsum(1).flip(1) - later_terms
+    mean_best = ordered * own_share + later_sum
+    best_share = keep(
+        k * own_share / count.clamp(min=1), is_sample
     )  # share of all choices in which each sample is the best
-    mean = (best * ordered).sum(1, keepdim=True)
-    variance = (best * (ordered - mean).square()).sum(1, keepdim=True)
+    mean = (best_share * ordered).sum(1, keepdim=True)
+    variance = (best_share * (ordered - mean).square()).sum(1, keepdim=True)
     lowest = ordered.gather(1, torch.full_like(count, min(k, scores.shape[1]) - 1))  # worst choice
-    differ = (count >= k) & (lowest < 0.0)
-    advantages = torch.where(differ, (own - mean) / variance.sqrt(), 0.0)
+    has_variance = (count >= k) & (lowest < 0.0)
+    advantages = torch.where(has_variance, (mean_best - mean) / variance.sqrt(), 0.0)
     return torch.zeros_like(scores).scatter(1, order, advantages)
 
 
@@ -387,10 +387,10 @@ def _refuse_negative(scores: Tensor) -> None:
         )
 
 
-def _sampled_places(mask: Tensor) -> Tensor | None:
-    """Return each sampled token's number within its row, T for masked tokens.
+def _sampled_positions(mask: Tensor) -> Tensor | None:
+    """Return each sampled token's index among its row's sampled tokens, and T for masked tokens.
 
-    None means that no row has a masked token before a sampled one, so nothing has to be moved.
+    None means that no row has a masked token before a sampled one, so no values must be moved.
     """
     if not (mask[:, 1:] & ~mask[:, :-1]).any():
         return None
@@ -398,7 +398,7 @@ def _sampled_places(mask: Tensor) -> Tensor | None:
 
 
 def _compact(x: Tensor, indices: Tensor | None) -> Tensor:
-    """Move the values of sampled tokens to the front of each row, and fill up with zeros.
+    """Move the values of sampled tokens to the front of each row, and pad with zeros.
 
     `x` must be 0 where masked.
     """
@@ -415,21 +415,21 @@ def _spread(x: Tensor, indices: Tensor | None) -> Tensor:
 def runs_of(mask: Tensor) -> Tensor:
     """Number the runs of consecutive sampled tokens in each row, from 1: [B, T] int64.
 
-    A masked token has the number of the run before it.
+    A masked token gets the number of the preceding run.
     """
-    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    return begins.cumsum(1)
+    is_run_start = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    return is_run_start.cumsum(1)
 
 
-def _numbered(turns: Tensor, mask: Tensor, indices: Tensor | None) -> Tensor:
-    """Return turn numbers from 0 of the sampled tokens, moved to each row's front: [B, T] int64.
+def _turn_numbers(turns: Tensor, mask: Tensor, indices: Tensor | None) -> Tensor:
+    """Return the turn numbers (from 0) of the sampled tokens, compacted as in `_compact`.
 
-    Remaining positions are -1.
+    The result is [B, T] int64, with -1 at the remaining positions.
     """
     compacted = _compact(torch.where(mask, turns, 0), indices)
-    number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
+    turn_number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
     index = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(index < mask.sum(1, keepdim=True), number, -1)
+    return torch.where(index < mask.sum(1, keepdim=True), turn_number, -1)
 
 
 def _discounted_suffix_sums(
@@ -439,31 +439,33 @@ def _discounted_suffix_sums(
 
     The sums within a chunk are a matmul with a triangular matrix of powers. The contribution of
     later chunks follows the same recurrence over the chunks' first sums, with
-    discount ** SCAN_CHUNK. The discount is one number, or a tensor [B] with one for each row.
+    discount ** SCAN_CHUNK. The discount is one number, or a tensor [B] of one discount per row.
 
     With `turns` the discount applies between turns only: the recurrence runs over the sums of
     turns, and the values before k in its own turn are subtracted.
     """
     if turns is not None:
-        number = turns.clamp(min=0)
-        sums = x.new_zeros(x.shape).scatter_add_(1, number, x)  # of each turn
-        before, first = x.cumsum(1) - x, sums.cumsum(1) - sums
-        later = _discounted_suffix_sums(sums, discount)
-        return later.gather(1, number) - (before - first.gather(1, number))
+        turn_number = turns.clamp(min=0)
+        sums = x.new_zeros(x.shape).scatter_add_(1, turn_number, x)  # sum of each turn
+        exclusive_cumsum, turn_start_cumsum = x.cumsum(1) - x, sums.cumsum(1) - sums
+        later_sums = _discounted_suffix_sums(sums, discount)
+        return later_sums.gather(1, turn_number) - (
+            exclusive_cumsum - turn_start_cumsum.gather(1, turn_number)
+        )
     if isinstance(discount, float) and discount == 0.0:
         return x
     rows, width = x.shape
     chunk = min(SCAN_CHUNK, max(width, 1))
     num_chunks = -(-width // chunk)
-    missing = num_chunks * chunk - width
-    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
+    padding = num_chunks * chunk - width
+    padded = torch.nn.functional.pad(x, (0, padding)) if padding else x
     steps = torch.arange(chunk, device=x.device)
     exponents = steps.unsqueeze(1) - steps  # [from, to]
     base = discount[:, None, None] if isinstance(discount, Tensor) else float(discount)
     powers = torch.where(exponents >= 0, base ** exponents.clamp(min=0).to(x), 0.0)
     sums = padded.reshape(rows, num_chunks, chunk) @ powers  # [B, chunks, chunk]
     if num_chunks > 1:
-        later = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
-        to_the_end = base ** (chunk - steps).to(x)  # [chunk], or [B, 1, chunk]
-        sums[:, :-1].addcmul_(later.unsqueeze(2), to_the_end)
+        later_sums = _discounted_suffix_sums(sums[:, 1:, 0].contiguous(), discount**chunk)
+        end_discounts = base ** (chunk - steps).to(x)  # [chunk], or [B, 1, chunk]
+        sums[:, :-1].addcmul_(later_sums.unsqueeze(2), end_discounts)
     return sums.reshape(rows, num_chunks * chunk)[:, :width]

@@ -1,4 +1,4 @@
-"""State of the update from step to step: KL and entropy coefficients, and score moments.
+"""State that the update carries from step to step: KL and entropy coefficients, score moments.
 
 Coefficients are updated from typed statistics of the step, never from its metrics. A metric can
 therefore be renamed or left out without an effect on training.
@@ -119,7 +119,7 @@ class UpdateState:
 
 @dataclass(frozen=True)
 class EntropyController:
-    """The entropy coefficient over a run: fixed, or adapted so that entropy stays above a target.
+    """Entropy coefficient of a run: fixed, or adapted to keep the entropy above a target.
 
     The adaptive coefficient is applied in a step only if the entropy of the previous step was at or
     below the target. It grows by `delta` after each step at or below the target, and shrinks by
@@ -165,7 +165,7 @@ class EntropyController:
         return {"coef": self.coef, "entropy": self.entropy}
 
     def restored(self, state: dict[str, Any]) -> EntropyController:
-        """Return the controller with the saved state. A fixed coefficient keeps the config's."""
+        """Return the controller with the saved state. A fixed coefficient does not change."""
         if self.target is None:
             return self
         return replace(self, coef=state["coef"], entropy=state["entropy"])

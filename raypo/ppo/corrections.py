@@ -24,8 +24,7 @@ DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (
 token. `geometric` and `product` (`mask_ratio`) are for mis, which bounds the ratio of each
 response: the geometric mean or the product of its tokens' ratios."""
 MAX_LAG = 8
-"""Largest staleness, in weight versions, that gets separate metrics. Older tokens count as having
-this staleness."""
+"""Largest staleness, in weight versions, with separate metrics. Older tokens count as having it."""
 
 
 def with_corrections(
@@ -49,8 +48,8 @@ def mismatch_metrics(
     """Return metrics of the engine-learner mismatch, of the corrections, and of staleness.
 
     With `ppo.old_log_probs: engine` the learner computes no log-probs before the update, so the KL
-    and the gap between engine and learner are left out. If any token is stale, the mismatch and the
-    share of tokens are also given for each staleness up to `MAX_LAG`.
+    and the gap between engine and learner are not reported. If any token is stale, the mismatch and
+    the share of tokens are also reported for each staleness up to `MAX_LAG`.
 
     Args:
         experience: This worker's rows, with old log-probs.
@@ -59,31 +58,31 @@ def mismatch_metrics(
         version: Version of the learner's weights. A token is stale if an older version sampled it.
     """
     assert experience.old_log_probs is not None
-    pair = experience.old_log_probs, experience.rollout_log_probs
+    log_probs = experience.old_log_probs, experience.rollout_log_probs
     mask = experience.response_mask
     weights, clipped = _weights(experience, ppo.correction, version)
     means = WeightedMeans()
-    stats = mismatch_statistics(*pair, mask, clipped)
-    knows_gap = ppo.old_log_probs == "learner"
-    if knows_gap:
+    stats = mismatch_statistics(*log_probs, mask, clipped)
+    has_gap = ppo.old_log_probs == "learner"
+    if has_gap:
         _add_mismatch(means, stats, suffix="")
     means.total("mismatch/unknown_tokens", stats["unknown"])
     means.add("mismatch/weight_mean", masked_sum(weights, mask), stats["tokens"])
     means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
     lag = experience.staleness(version)  # [B, T]
     sampled = lag[mask]
-    by_response = torch.where(mask, lag, 0).sum(1) / mask.sum(1).clamp(min=1)  # [B]
-    means.add("rollout/staleness_mean", by_response.double().sum(), len(lag))
+    response_lag = torch.where(mask, lag, 0).sum(1) / mask.sum(1).clamp(min=1)  # [B]
+    means.add("rollout/staleness_mean", response_lag.double().sum(), len(lag))
     if len(sampled):
         means.maximum("rollout/staleness_max", sampled.max())
     # All workers must add the same metrics, so the longest lag is taken over all workers.
-    longest = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
-    for number in range(min(longest, MAX_LAG) + 1 if longest > 0 else 0):
-        lagging = mask & (lag.clamp(max=MAX_LAG) == number)
-        stats = mismatch_statistics(*pair, lagging, clipped)
-        if knows_gap:
-            _add_mismatch(means, stats, suffix=f"_lag_{number}")
-        means.add(f"rollout/staleness_share_{number}", stats["tokens"], len(sampled))
+    max_lag = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
+    for lag_value in range(min(max_lag, MAX_LAG) + 1 if max_lag > 0 else 0):
+        lagging = mask & (lag.clamp(max=MAX_LAG) == lag_value)
+        stats = mismatch_statistics(*log_probs, lagging, clipped)
+        if has_gap:
+            _add_mismatch(means, stats, suffix=f"_lag_{lag_value}")
+        means.add(f"rollout/staleness_share_{lag_value}", stats["tokens"], len(sampled))
     return means.reduce(workers)
 
 
@@ -94,10 +93,15 @@ def _weights(
 
     A token that is staler than `max_staleness` gets weight 0 and counts as clipped.
     """
-    mask, old = experience.response_mask, experience.old_log_probs
-    assert old is not None or not section.acts
-    rollout = experience.rollout_log_probs
-    weights, clipped = bounded_weights(rollout if old is None else old, rollout, mask, section)
+    mask, old_log_probs = experience.response_mask, experience.old_log_probs
+    assert old_log_probs is not None or not section.acts
+    rollout_log_probs = experience.rollout_log_probs
+    weights, clipped = bounded_weights(
+        rollout_log_probs if old_log_probs is None else old_log_probs,
+        rollout_log_probs,
+        mask,
+        section,
+    )
     if section.max_staleness is None:
         return weights, clipped
     is_stale = mask & (experience.staleness(version) > section.max_staleness)
@@ -118,7 +122,7 @@ def bounded_weights(
     mask: Tensor,  # [B, T] bool
     section: CorrectionSection,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights of the token losses, detached and bounded, and the tokens they bound.
+    """Return the bounded, detached weights of the token losses, and a mask of the bounded tokens.
 
     - none: 1.
     - tis: min(w, cap).
@@ -134,7 +138,7 @@ def bounded_weights(
         old_log_probs: Log-probs of the learner before the update, in nats.
         rollout_log_probs: Log-probs that the engine reported.
         mask: True on sampled tokens.
-        section: The section `ppo.correction` of the config. A bound that is None has its value from
+        section: The section `ppo.correction` of the config. None for a bound means its default in
             `DEFAULT_CAPS` or `DEFAULT_MASKS`.
 
     Returns:
@@ -154,27 +158,27 @@ def bounded_weights(
     """
     kind, mask_ratio = section.kind, section.mask_ratio
     with torch.no_grad():
-        by_token = log_ratio(old_log_probs, rollout_log_probs, mask)
-        product = by_token.sum(1, keepdim=True)  # [B, 1]
+        token_log_ratio = log_ratio(old_log_probs, rollout_log_probs, mask)
+        product = token_log_ratio.sum(1, keepdim=True)  # [B, 1]
         mean = product / mask.sum(1, keepdim=True).clamp(min=1)
         # A ratio beyond the range of floats becomes infinite or 0, which is outside all bounds.
         ratio = {
-            "none": torch.zeros_like(by_token),
+            "none": torch.zeros_like(token_log_ratio),
             "sequence_tis": product,
             "geometric_tis": mean,
-        }.get(kind, by_token).exp()
+        }.get(kind, token_log_ratio).exp()
         weights, is_kept = ratio, mask & ~ratio.isnan()
         if kind in DEFAULT_CAPS:
             weights = ratio.clamp(max=DEFAULT_CAPS[kind] if section.cap is None else section.cap)
         if kind in ("icepop", "mis"):
-            of_response = mean if mask_ratio == "geometric" else product
-            bounded = ratio if kind == "icepop" else of_response.exp()
+            response_log_ratio = mean if mask_ratio == "geometric" else product
+            bounded_ratio = ratio if kind == "icepop" else response_log_ratio.exp()
             low, high = DEFAULT_MASKS[mask_ratio if kind == "mis" else kind]
             low = low if section.low is None else section.low
             high = high if section.high is None else section.high
-            is_kept = is_kept & (bounded >= low) & (bounded <= high)
+            is_kept = is_kept & (bounded_ratio >= low) & (bounded_ratio <= high)
         if section.token_veto is not None:
-            is_kept = is_kept & (by_token.exp() >= section.token_veto).all(1, keepdim=True)
+            is_kept = is_kept & (token_log_ratio.exp() >= section.token_veto).all(1, keepdim=True)
         # Select instead of multiplying: dropped weights may be infinite or NaN.
         weights = torch.where(is_kept, weights, 0.0)
         return weights, mask & (weights != ratio)
@@ -187,11 +191,11 @@ def off_policy_tokens(
     mask: Tensor,  # [B, T] bool
     threshold: float,
 ) -> Tensor:
-    """Select the tokens that off-policy sequence masking leaves out of the surrogate.
+    """Select the tokens that off-policy sequence masking excludes from the surrogate.
 
     The surrogate of token t of response i is multiplied by M[i, t], which is 0 if A[i, t] < 0 and
     mean over t of (rollout_log_probs[i, t] - log_probs[i, t]) > threshold, else 1. A response that
-    its policy would hardly sample any more is not pushed further down. The tokens stay in the
+    the policy has become unlikely to sample is not made even less likely. The tokens stay in the
     denominator of the loss, and in all its other terms.
 
     A row with an unknown log-prob (NaN) counts as off-policy, unless `ppo.old_log_probs: engine`

@@ -30,21 +30,21 @@ def with_covariant_tokens(
     """
     if not ppo.needs_covariance:
         return experience
-    words = (SeedWord.COVARIANCE, seed, step)
-    chosen = covariant_tokens(experience, ppo, workers, seed=words)
-    return experience.with_(covariant=chosen)
+    seed_words = (SeedWord.COVARIANCE, seed, step)
+    covariant = covariant_tokens(experience, ppo, workers, seed=seed_words)
+    return experience.with_(covariant=covariant)
 
 
 def covariant_tokens(
     experience: Experience, ppo: PPOSection, workers: Workers, *, seed: Sequence[int]
 ) -> Tensor:
-    """Select the tokens of high covariance in a step. All workers call it together.
+    """Select the tokens with high covariance in a step. All workers call it together.
 
-    A token's covariance is the product of its log-prob and its advantage. The mean over all tokens
-    that count in the loss, on all workers, is first subtracted from each of the two factors.
+    A token's covariance is the product of its log-prob and its advantage. Each factor is
+    centred by its mean over the tokens of all workers that count in the loss.
 
     - clip_cov: random tokens whose covariance is between `low` and `high`.
-    - kl_cov: the tokens of largest covariance.
+    - kl_cov: the tokens with the largest covariance.
 
     At most `fraction` of the tokens that count are selected, but at least one if any is eligible.
     The selection does not depend on how rows are distributed over workers.
@@ -65,35 +65,44 @@ def covariant_tokens(
     assert experience.advantages is not None
     assert experience.sample_index is not None
     assert experience.row_index is not None
-    mask, section, is_drawn = experience.counted, ppo.covariance, ppo.policy_loss == "clip_cov"
+    mask, section, is_random = experience.counted, ppo.covariance, ppo.policy_loss == "clip_cov"
     log_probs = keep(experience.old_log_probs, mask).clamp(min=MIN_LOG_PROB)
     factors = [log_probs, keep(experience.advantages, mask)]
     moments = workers.sum(torch.stack([masked_moments(tensor, mask)[:2] for tensor in factors]))
     count = int(moments[0, 0])
     centred = [
-        x.double() - total / max(count, 1) for x, (_, total) in zip(factors, moments, strict=True)
+        factor.double() - total / max(count, 1)
+        for factor, (_, total) in zip(factors, moments, strict=True)
     ]
     products = centred[0] * centred[1]
-    most = max(int(section.fraction * count), 1)
-    within = (products > section.low) & (products < section.high)
-    eligible = mask & within if is_drawn else mask
+    max_tokens = max(int(section.fraction * count), 1)
+    in_bounds = (products > section.low) & (products < section.high)
+    eligible = mask & in_bounds if is_random else mask
     rows, columns = eligible.nonzero(as_tuple=True)
-    size = products[rows, columns]
-    if not is_drawn and len(size) > most:  # the rest cannot be among the largest of all workers
-        among = size >= size.topk(most).values.min()  # keep ties: the order below decides
-        size, rows, columns = size[among], rows[among], columns[among]
-    identity = experience.group_index, experience.sample_index, experience.row_index
-    names = torch.stack([*(index[rows] for index in identity), columns], 1)  # [n, 4]
-    gathered, own = workers.gather_rows(size, names)
-    sizes, everyone = (tensor.numpy() for tensor in gathered)
-    order = np.lexsort(everyone.T[::-1])  # by group, sample, row and place
-    if is_drawn:
+    covariances = products[rows, columns]
+    if (
+        not is_random and len(covariances) > max_tokens
+    ):  # the other tokens cannot be among the largest of all workers
+        is_candidate = (
+            covariances >= covariances.topk(max_tokens).values.min()
+        )  # keep ties: the order below decides
+        covariances, rows, columns = (
+            covariances[is_candidate],
+            rows[is_candidate],
+            columns[is_candidate],
+        )
+    indices = experience.group_index, experience.sample_index, experience.row_index
+    token_ids = torch.stack([*(index[rows] for index in indices), columns], 1)  # [n, 4]
+    gathered, own_rows = workers.gather_rows(covariances, token_ids)
+    all_covariances, all_token_ids = (tensor.numpy() for tensor in gathered)
+    order = np.lexsort(all_token_ids.T[::-1])  # by group, sample, row and position
+    if is_random:
         order = order[np.random.default_rng(seed).permutation(len(order))]
     else:
-        order = order[np.argsort(-sizes[order], kind="stable")]
-    chosen = np.zeros(len(order), dtype=bool)
-    chosen[order[:most]] = True
-    mine = torch.from_numpy(chosen[own]).to(rows.device)
+        order = order[np.argsort(-all_covariances[order], kind="stable")]
+    is_selected = np.zeros(len(order), dtype=bool)
+    is_selected[order[:max_tokens]] = True
+    own_selected = torch.from_numpy(is_selected[own_rows]).to(rows.device)
     covariant = torch.zeros_like(mask)
-    covariant[rows[mine], columns[mine]] = True
+    covariant[rows[own_selected], columns[own_selected]] = True
     return covariant

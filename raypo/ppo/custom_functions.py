@@ -18,7 +18,7 @@ from raypo.config import is_import_path
 from raypo.custom.errors import UserCodeError, text_of
 from raypo.custom.loader import load_function
 from raypo.ppo.kl import MAX_LOG_RATIO
-from raypo.ppo.surrogates import SURROGATES, Surrogate, TokenLoss, Tokens
+from raypo.ppo.surrogates import SURROGATES, Surrogate, SurrogateInputs, TokenLoss
 from raypo.types import Experience
 
 
@@ -28,12 +28,12 @@ class CustomFunctionError(UserCodeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Argument of a custom score-shaping function, which returns the shaped scores, [B]."""
+    """Argument of a custom score-shaping function, which returns the shaped scores [B]."""
 
     scores: Tensor  # [B] float32, raw scores; 0 where not valid
     valid: Tensor  # [B] bool, False where scoring failed or no token was sampled
     num_tokens: Tensor  # [B] int64, sampled tokens
-    truncated: Tensor  # [B] bool, the response ran into the limit
+    truncated: Tensor  # [B] bool, True if the response was cut at the length limit
     group_index: Tensor  # [B] int64, the same for all samples of a group
     sample_index: Tensor  # [B] int64, within the group; conversations of one episode share it
     max_new_tokens: int
@@ -53,8 +53,8 @@ class StepRewards:
     gamma: float
 
 
-def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate:
-    """Wrap a custom policy loss as a surrogate, like those in `raypo.ppo.surrogates`.
+def custom_surrogate(function: Callable[[SurrogateInputs], Any], label: str) -> Surrogate:
+    """Wrap a custom policy loss as a surrogate (see `raypo.ppo.surrogates`).
 
     The custom function returns the loss of each token, [B, T] with gradient, or a whole
     `TokenLoss`. Masked tokens may have any finite value. raypo multiplies the loss by the
@@ -67,94 +67,96 @@ def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate
         label: Config key and value, like `ppo.policy_loss (module.function)`, for messages.
     """
 
-    def surrogate(tokens: Tokens) -> TokenLoss:
-        result = _called(function, tokens, label)
+    def surrogate(inputs: SurrogateInputs) -> TokenLoss:
+        result = _call(function, inputs, label)
         loss = result.loss if isinstance(result, TokenLoss) else result
-        _check(loss, label, {"[B, T]": tuple(tokens.mask.shape)})
-        if tokens.log_probs.requires_grad and not loss.requires_grad:
+        _check(loss, label, {"[B, T]": tuple(inputs.mask.shape)})
+        if inputs.log_probs.requires_grad and not loss.requires_grad:
             raise CustomFunctionError(
                 f"{label}: the loss has no gradient. Compute it from tokens.log_probs or "
                 "tokens.log_ratio, without detach() around all of them."
             )
-        _check_finite(loss.detach()[tokens.mask], label)
+        _check_finite(loss.detach()[inputs.mask], label)
         if isinstance(result, TokenLoss):
             return result
-        ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        never = torch.zeros_like(tokens.mask, dtype=torch.bool)
-        return TokenLoss(torch.where(tokens.mask, loss, 0.0), ratio, never, never)
+        ratio = inputs.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        no_tokens = torch.zeros_like(inputs.mask, dtype=torch.bool)
+        return TokenLoss(torch.where(inputs.mask, loss, 0.0), ratio, no_tokens, no_tokens)
 
     return surrogate
 
 
 def surrogate_of(policy_loss: str) -> Surrogate:
-    """Return the surrogate that `ppo.policy_loss` names: raypo's own, or a user's function."""
+    """Return the surrogate of `ppo.policy_loss`: a loss of raypo or a wrapped user function."""
     if not is_import_path(policy_loss):
         return SURROGATES[policy_loss]
     key = "ppo.policy_loss"
     return custom_surrogate(load_function(policy_loss, key=key), f"{key} ({policy_loss})")
 
 
-def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
+def custom_scores(
+    function: Callable[[StepScores], Any], argument: StepScores, label: str
+) -> Tensor:
     """Compute shaped scores with a custom function: [B] float32, NaN where not valid.
 
     Args:
         function: The custom function.
-        step: Its argument.
+        argument: Argument of the function.
         label: `key (value)`, for messages.
 
     Raises:
         CustomFunctionError: the function raised, or did not return finite numbers [B].
     """
-    shaped = _called(function, step, label)
-    _check(shaped, label, {"[B]": tuple(step.scores.shape)})
-    _check_finite(shaped[step.valid], label)
-    return torch.where(step.valid, shaped.detach().float(), torch.nan)
+    shaped = _call(function, argument, label)
+    _check(shaped, label, {"[B]": tuple(argument.scores.shape)})
+    _check_finite(shaped[argument.valid], label)
+    return torch.where(argument.valid, shaped.detach().float(), torch.nan)
 
 
 def custom_advantages(
-    function: Callable[[StepRewards], Any], step: StepRewards, label: str
+    function: Callable[[StepRewards], Any], argument: StepRewards, label: str
 ) -> Tensor:
     """Compute advantages with a custom function: [B, T] float32, 0 where masked.
 
     Args:
         function: The custom function.
-        step: Its argument.
+        argument: Argument of the function.
         label: `key (value)`, for messages.
 
     Raises:
         CustomFunctionError: the function raised, or did not return finite numbers [B, T] or [B].
     """
-    result = _called(function, step, label)
-    shapes = {"[B, T]": tuple(step.mask.shape), "[B]": tuple(step.scores.shape)}
+    result = _call(function, argument, label)
+    shapes = {"[B, T]": tuple(argument.mask.shape), "[B]": tuple(argument.scores.shape)}
     _check(result, label, shapes)
     advantages = result.detach().float()
-    by_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
-    by_token = by_token.expand(step.mask.shape)
-    _check_finite(by_token[step.mask], label)
-    return torch.where(step.mask, by_token, 0.0)
+    token_advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    token_advantages = token_advantages.expand(argument.mask.shape)
+    _check_finite(token_advantages[argument.mask], label)
+    return torch.where(argument.mask, token_advantages, 0.0)
 
 
-def shaped_by(
+def custom_shaped_scores(
     spec: str, experience: Experience, workers: Workers, *, max_new_tokens: int
 ) -> Tensor:
     """Shape the scores of this worker's rows with `ppo.shaping.function`: [B], NaN if not valid."""
-    key, samples = "ppo.shaping.function", _samples(experience)
-    rows, mine = _rows_of_all(
+    key, sample_index = "ppo.shaping.function", _sample_index(experience)
+    rows, own_rows = _gather_rows(
         workers,
         scores=experience.scores,
         num_tokens=experience.response_mask.sum(1),
         truncated=experience.truncated,
         group_index=experience.group_index,
-        sample_index=samples,
+        sample_index=sample_index,
     )
     valid = ~rows["scores"].isnan() & (rows["num_tokens"] > 0)
     rows["scores"] = torch.where(valid, rows["scores"], 0.0)
     step = StepScores(**rows, valid=valid, max_new_tokens=max_new_tokens)
-    shaped = custom_scores(load_function(spec, key=key), step, f"{key} ({spec})")[mine]
+    shaped = custom_scores(load_function(spec, key=key), step, f"{key} ({spec})")[own_rows]
     return shaped.to(experience.scores)
 
 
-def advantages_by(
+def custom_step_advantages(
     spec: str,
     scores: Tensor,  # [B], shaped
     rewards: Tensor,  # [B, T]
@@ -164,9 +166,9 @@ def advantages_by(
     gamma: float,
 ) -> Tensor:
     """Compute advantages [B, T] of this worker's rows with the function of `ppo.advantage`."""
-    key, samples = "ppo.advantage", _samples(experience)
+    key, sample_index = "ppo.advantage", _sample_index(experience)
     valid = ~scores.isnan() & experience.response_mask.any(1)
-    rows, mine = _rows_of_all(
+    rows, own_rows = _gather_rows(
         workers,
         scores=torch.where(valid, scores, 0.0),
         rewards=rewards,
@@ -174,27 +176,27 @@ def advantages_by(
         valid=valid,
         truncated=experience.truncated,
         group_index=experience.group_index,
-        sample_index=samples,
+        sample_index=sample_index,
     )
     step = StepRewards(**rows, gamma=gamma)
-    of_all = custom_advantages(load_function(spec, key=key), step, f"{key} ({spec})")
-    return of_all[mine, : rewards.shape[1]].to(rewards)
+    advantages = custom_advantages(load_function(spec, key=key), step, f"{key} ({spec})")
+    return advantages[own_rows, : rewards.shape[1]].to(rewards)
 
 
-def _samples(experience: Experience) -> Tensor:
+def _sample_index(experience: Experience) -> Tensor:
     """Return the sample index of each row, [B]."""
     if experience.sample_index is None:
         return torch.arange(len(experience))
     return experience.sample_index
 
 
-def _rows_of_all(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], slice]:
+def _gather_rows(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], slice]:
     """Return the rows of all workers in the order of ranks, and the slice of this worker's rows."""
-    everyone, mine = workers.gather_rows(*rows.values())
-    return dict(zip(rows, everyone, strict=True)), mine
+    gathered, own_rows = workers.gather_rows(*rows.values())
+    return dict(zip(rows, gathered, strict=True)), own_rows
 
 
-def _called(function: Callable[[Any], Any], argument: Any, label: str) -> Any:
+def _call(function: Callable[[Any], Any], argument: Any, label: str) -> Any:
     try:
         return function(argument)
     except Exception as error:
@@ -222,10 +224,10 @@ def _check(result: Any, label: str, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _check_finite(values: Tensor, label: str) -> None:
-    wrong = int((~torch.isfinite(values)).sum())
-    if wrong:
+    num_invalid = int((~torch.isfinite(values)).sum())
+    if num_invalid:
         raise CustomFunctionError(
-            f"{label} returned NaN or infinity in {wrong} of {values.numel()} unmasked places. "
-            "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal "
-            "scores."
+            f"{label} returned NaN or infinity in {num_invalid} of {values.numel()} unmasked "
+            "positions. Look for logarithms of 0 and divisions by 0, such as by the standard "
+            "deviation of equal scores."
         )

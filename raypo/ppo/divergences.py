@@ -30,9 +30,9 @@ def divergences(
     - jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), with
       m = beta teacher + (1 - beta) student.
 
-    If K is below the vocabulary, all other tokens count as one event. The result is then a lower
-    bound of the full divergence. It is 0 if the probabilities of the K tokens agree, so the student
-    does not learn how the remaining probability is distributed.
+    If K is smaller than the vocabulary, all other tokens count as one event. The result is then a
+    lower bound of the full divergence. It is 0 if the probabilities of the K tokens agree, so the
+    student does not learn how the remaining probability is distributed.
 
     Args:
         logits: Logits of the student.
@@ -53,13 +53,13 @@ def divergences(
     teacher = teacher_log_probs.to(dtype)
     student_log_probs = student.gather(-1, teacher_ids)  # [N, K]
     if teacher.shape[-1] < student.shape[-1]:
-        others = student.scatter(-1, teacher_ids, -math.inf).logsumexp(-1, keepdim=True)
-        student_log_probs = torch.cat([student_log_probs, others], -1)
-        teacher = torch.cat([teacher, _rest(teacher)], -1)
-    least = torch.finfo(dtype).min
+        other_log_prob = student.scatter(-1, teacher_ids, -math.inf).logsumexp(-1, keepdim=True)
+        student_log_probs = torch.cat([student_log_probs, other_log_prob], -1)
+        teacher = torch.cat([teacher, _remaining_log_prob(teacher)], -1)
+    min_log_prob = torch.finfo(dtype).min
     student_log_probs, teacher = (
-        student_log_probs.clamp(min=least),
-        teacher.clamp(min=least),
+        student_log_probs.clamp(min=min_log_prob),
+        teacher.clamp(min=min_log_prob),
     )  # 0 * -inf would be NaN
     if kind == "forward_kl":
         return _kl(teacher, student_log_probs)
@@ -69,12 +69,12 @@ def divergences(
     return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student_log_probs, mixture)
 
 
-def _kl(one: Tensor, other: Tensor) -> Tensor:
-    return (one.exp() * (one - other)).sum(-1)
+def _kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    return (log_probs.exp() * (log_probs - other_log_probs)).sum(-1)
 
 
-def _rest(log_probs: Tensor) -> Tensor:
-    """Return the log-prob of all other tokens together, [N, 1], at least log(float32 epsilon)."""
+def _remaining_log_prob(log_probs: Tensor) -> Tensor:
+    """Return the total log-prob of all other tokens, [N, 1], at least log(float32 epsilon)."""
     resolution = torch.finfo(torch.float32).eps  # the teacher's log-probs are float32
     probability = log_probs.exp().sum(-1, keepdim=True)
     return (1.0 - probability).clamp(min=resolution).log()

@@ -1,7 +1,7 @@
-"""Advantages of a step: score shaping, KL penalty, and the estimator that the config names.
+"""Advantages of a step: score shaping, KL penalty, and the configured estimator.
 
 Notation: B responses, T response tokens. Every mask: True = keep. Batch statistics are over all
-workers. The parts that the estimators are composed of are in `raypo.ppo.advantages`.
+workers. The estimators combine the functions of `raypo.ppo.advantages`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raypo.ppo.advantages import (
     token_rewards,
 )
 from raypo.ppo.controllers import UpdateState
-from raypo.ppo.custom_functions import advantages_by
+from raypo.ppo.custom_functions import custom_step_advantages
 from raypo.ppo.groups import baseline_over_workers, parts_over_workers
 from raypo.ppo.kl import kl_reward_terms
 from raypo.ppo.losses import explained_variance, value_losses
@@ -58,7 +58,7 @@ def with_advantages(
             `loss_mask` excludes truncated responses. If samples have several rows, `sample_tokens`
             is added.
         metrics: Metrics over all workers.
-        scores: Moments of all scores so far, this step included.
+        scores: Moments of all scores so far, including this step.
     """
     if ppo.mask_truncated:
         loss_mask = experience.counted & ~experience.truncated.unsqueeze(1)
@@ -83,9 +83,9 @@ def estimate_advantages(
     kl_coef: float,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns with the estimator that `ppo.advantage` names.
+    """Compute advantages and returns with the estimator of `ppo.advantage`.
 
-    All workers call it together. A response whose score is NaN is left out of all statistics and
+    All workers call it together. A response whose score is NaN is excluded from all statistics and
     gets advantage 0.
 
     Group estimators compare whole scores: the scores include the rewards of single turns, and the
@@ -115,28 +115,28 @@ def estimate_advantages(
     if ppo.has_kl_in_reward:
         assert experience.old_log_probs is not None
         assert experience.ref_log_probs is not None
-        pair = experience.old_log_probs, experience.ref_log_probs
-        penalty = kl_reward_terms(*pair, mask)
+        log_probs = experience.old_log_probs, experience.ref_log_probs
+        penalty = kl_reward_terms(*log_probs, mask)
     mask = mask & valid.unsqueeze(1)
-    at_the_end = scores  # the part of each score that is given at the last token
+    end_rewards = scores  # the part of each score that is the reward of the last token
     if ppo.needs_group:
         if penalty is not None:
-            at_the_end = penalized_scores(scores, penalty, mask, kl_coef=kl_coef)
-        at_the_end = _compared(at_the_end, experience, valid, ppo, workers)
+            end_rewards = penalized_scores(scores, penalty, mask, kl_coef=kl_coef)
+        end_rewards = _group_advantages(end_rewards, experience, valid, ppo, workers)
         turn_rewards = penalty = None
     elif turn_rewards is not None:
-        at_the_end = scores - keep(turn_rewards, experience.response_mask).sum(1)
+        end_rewards = scores - keep(turn_rewards, experience.response_mask).sum(1)
     rewards = token_rewards(
-        at_the_end, penalty, mask, kl_coef=kl_coef, extra_rewards=turn_rewards
+        end_rewards, penalty, mask, kl_coef=kl_coef, extra_rewards=turn_rewards
     )  # [B, T]
 
-    turns = _turns(experience, mask) if ppo.discount_by == "turn" else None
+    turns = _turn_numbers(experience, mask) if ppo.discount_by == "turn" else None
     if is_import_path(ppo.advantage):
-        own = ppo.advantage, scores, rewards, experience, workers
-        advantages = returns = advantages_by(*own, gamma=ppo.gamma)
+        arguments = ppo.advantage, scores, rewards, experience, workers
+        advantages = returns = custom_step_advantages(*arguments, gamma=ppo.gamma)
     elif ppo.advantage == "gigpo":
-        turns_apart = turn_advantages(experience, scores, valid, gamma=ppo.gamma, workers=workers)
-        advantages = returns = keep(at_the_end.unsqueeze(1).expand(mask.shape), mask) + turns_apart
+        per_turn = turn_advantages(experience, scores, valid, gamma=ppo.gamma, workers=workers)
+        advantages = returns = keep(end_rewards.unsqueeze(1).expand(mask.shape), mask) + per_turn
     elif ppo.needs_critic:
         advantages, returns = _critic_advantages(experience, rewards, mask, turns, ppo, step=step)
     else:
@@ -149,12 +149,12 @@ def estimate_advantages(
     return advantages, returns
 
 
-def _turns(experience: Experience, mask: Tensor) -> Tensor:
+def _turn_numbers(experience: Experience, mask: Tensor) -> Tensor:
     """Return the turn of each sampled token, [B, T] int."""
     return runs_of(mask) if experience.turn_index is None else experience.turn_index
 
 
-def _compared(
+def _group_advantages(
     scores: Tensor,  # [B]
     experience: Experience,
     valid: Tensor,  # [B] bool
@@ -191,9 +191,9 @@ def _critic_advantages(
     *,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns [B, T] by GAE. The returns may use the critic's own lambda."""
+    """Compute advantages and returns [B, T] by GAE. The returns may use a separate lambda."""
     assert experience.values is not None
-    by_lambda = partial(
+    gae = partial(
         generalized_advantages,
         rewards,
         experience.values,
@@ -205,15 +205,15 @@ def _critic_advantages(
     gae_lambda = ppo.gae_lambda
     if gae_lambda == "adaptive":
         gae_lambda = adaptive_lambdas(mask, alpha=ppo.lambda_alpha)
-    advantages, returns = by_lambda(gae_lambda=gae_lambda)
+    advantages, returns = gae(gae_lambda=gae_lambda)
     critic_lambda = ppo.critic_lambda_at(step)
     if critic_lambda is not None:
-        _, returns = by_lambda(gae_lambda=critic_lambda)
+        _, returns = gae(gae_lambda=critic_lambda)
     return advantages, returns
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
-    """Add `sample_tokens`: for each row, the number of tokens that count in its whole sample.
+    """Add `sample_tokens`: for each row, the number of counted tokens in its whole sample.
 
     A sample may have several rows, also on other workers. If every sample has a single row, the
     experience is returned unchanged.
@@ -221,11 +221,11 @@ def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
     if all(workers.gather(bool(experience.is_first_row.all()))):
         return experience
     assert experience.sample_index is not None
-    names = torch.stack([experience.group_index, experience.sample_index], 1)
-    (all_names, tokens), mine = workers.gather_rows(names, experience.counted.sum(1))
-    _, sample = all_names.unique(dim=0, return_inverse=True)
+    sample_ids = torch.stack([experience.group_index, experience.sample_index], 1)
+    (all_sample_ids, tokens), own_rows = workers.gather_rows(sample_ids, experience.counted.sum(1))
+    _, sample = all_sample_ids.unique(dim=0, return_inverse=True)
     totals = torch.zeros_like(tokens).index_add(0, sample, tokens)[sample]
-    return experience.with_(sample_tokens=totals[mine])
+    return experience.with_(sample_tokens=totals[own_rows])
 
 
 def _metrics(

@@ -1,4 +1,4 @@
-"""Functions of groups of samples: the filter of dynamic sampling, baselines, and pass@k.
+"""Groups of samples: the filter of dynamic sampling, baselines, and pass@k.
 
 Notation: B rows, P prompts, n samples per prompt. Every mask: True = keep.
 """
@@ -21,11 +21,11 @@ def filter_groups(
     valid: Tensor,  # [P, n] bool
     section: FilterSection,
 ) -> Tensor:
-    """Select the groups to train on: those whose scores differ and whose mean score is in range.
+    """Select the groups to train on: groups with different scores and a mean score in range.
 
     Args:
         scores: Score of each sample.
-        valid: False for a sample to leave out, because it failed or has no sampled token.
+        valid: False excludes a sample, because it failed or has no sampled token.
         section: The section `ppo.filter` of the config. `min_std` bounds the population standard
             deviation.
 
@@ -38,13 +38,13 @@ def filter_groups(
     exact = keep(scores, valid).double()
     count = valid.sum(1).clamp(min=1)  # [P]
     mean = exact.sum(1) / count
-    spread = keep(exact - mean.unsqueeze(1), valid)
-    std = (spread.square().sum(1) / count).sqrt()
+    deviation = keep(exact - mean.unsqueeze(1), valid)
+    std = (deviation.square().sum(1) / count).sqrt()
     # Compare scores for equality: by rounding, equal scores may deviate from their mean.
-    differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
+    scores_differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
-    is_selected = differ & (std > section.min_std)
+    is_selected = scores_differ & (std > section.min_std)
     if section.low is not None:
         is_selected = is_selected & (mean > section.low)
     if section.high is not None:
@@ -69,11 +69,11 @@ def baseline_over_workers(
 
     Args:
         scores: Score of each row of this worker.
-        group_index: Rows with the same number, on any worker, are samples of one prompt.
-        valid: False leaves a row out.
+        group_index: Rows with the same index, on any worker, are samples of one prompt.
+        valid: False excludes a row.
         kind: Name of the estimator.
         workers: The workers that hold the groups.
-        sample_index: Rows of a group with the same number are one sample, which counts once. They
+        sample_index: Rows of a group with the same index are one sample, which counts once. They
             must have the same score. None means that each row is a sample.
         lengths: Sampled tokens of each row, for opo.
         pass_k: Number of samples k, for pass_at_k.
@@ -87,10 +87,12 @@ def baseline_over_workers(
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
     optional = {"sample_index": sample_index, "lengths": lengths}
     columns = {name: column for name, column in optional.items() if column is not None}
-    everyone, mine = workers.gather_rows(scores, group_index, valid, *columns.values())
-    more = dict(zip(columns, everyone[3:], strict=True))
-    compared = baseline_by_index(*everyone[:3], kind=kind, pass_k=pass_k, **more)[mine]
-    return compared.to(scores.device)
+    gathered, own_rows = workers.gather_rows(scores, group_index, valid, *columns.values())
+    optional_columns = dict(zip(columns, gathered[3:], strict=True))
+    advantages = baseline_by_index(*gathered[:3], kind=kind, pass_k=pass_k, **optional_columns)[
+        own_rows
+    ]
+    return advantages.to(scores.device)
 
 
 def parts_over_workers(
@@ -112,15 +114,15 @@ def parts_over_workers(
 
     Args:
         parts: Parts of the score of each row of this worker, NaN for a part that a row lacks.
-        group_index: Rows with the same number, on any worker, are samples of one prompt.
-        valid: False leaves a row out.
+        group_index: Rows with the same index, on any worker, are samples of one prompt.
+        valid: False excludes a row.
         weights: Weight of each part by its name, in the order of the columns.
         workers: The workers that hold the groups.
         sample_index: See `baseline_over_workers`.
 
     Returns:
-        advantages: [B], 0 for rows that are not valid. All 0 if the weighted sum is the same for
-            all samples, for example because no part differs within any group.
+        advantages: [B], 0 for rows that are not valid. They are all 0 if the weighted sum is the
+            same for all samples, for example because no part differs within any group.
 
     Raises:
         ValueError: the shapes differ, or no valid sample of the step has a part of some name.
@@ -129,29 +131,29 @@ def parts_over_workers(
     """
     check_same_shape(group_index=group_index, valid=valid)
     samples = [] if sample_index is None else [sample_index]
-    everyone, mine = workers.gather_rows(parts.double(), group_index, valid, *samples)
-    of_all, group, is_valid = everyone[:3]
+    gathered, own_rows = workers.gather_rows(parts.double(), group_index, valid, *samples)
+    all_parts, group, is_valid = gathered[:3]
     if len(group) == 0:
         return parts.new_zeros(0)
-    sample = everyone[3] if samples else torch.arange(len(group))
-    total = of_all.new_zeros(len(group))
+    sample = gathered[3] if samples else torch.arange(len(group))
+    total = all_parts.new_zeros(len(group))
     for column, (name, weight) in enumerate(weights.items()):
-        has_part = is_valid & ~of_all[:, column].isnan()
+        has_part = is_valid & ~all_parts[:, column].isnan()
         if is_valid.any() and not has_part.any():
             raise ValueError(
                 f"ppo.part_weights.{name} ({weight:g}): no response of this step has a part with "
-                "this name. Use a name that the reward function returns beside `score` (a metric "
+                "this name. Use a name that the reward function returns next to `score` (a metric "
                 "reward/NAME), or the name of a source of the score, such as model."
             )
-        of_part = keep(of_all[:, column], has_part)
-        total += weight * baseline_by_index(of_part, group, has_part, sample, kind="grpo")
-    first, _ = _first_rows(group, sample, is_valid)
-    counted = total[first][is_valid[first]]
+        part = keep(all_parts[:, column], has_part)
+        total += weight * baseline_by_index(part, group, has_part, sample, kind="grpo")
+    first_rows, _ = _first_rows(group, sample, is_valid)
+    valid_totals = total[first_rows][is_valid[first_rows]]
     # Compare for equality: by rounding, the deviation of equal numbers may be above 0.
-    if len(counted) < 2 or counted.min() == counted.max():
+    if len(valid_totals) < 2 or valid_totals.min() == valid_totals.max():
         return parts.new_zeros(len(parts))
-    scaled = (total - counted.mean()) / (counted.std() + GROUP_STD_EPS)
-    return keep(scaled, is_valid)[mine].to(parts)
+    scaled = (total - valid_totals.mean()) / (valid_totals.std() + GROUP_STD_EPS)
+    return keep(scaled, is_valid)[own_rows].to(parts)
 
 
 def baseline_by_index(
@@ -168,9 +170,9 @@ def baseline_by_index(
 
     Args:
         scores: Score of each row.
-        group_index: Rows with the same number are one group.
-        valid: False leaves a row out.
-        sample_index: Rows of a group with the same number are one sample. None means that each row
+        group_index: Rows with the same index are one group.
+        valid: False excludes a row.
+        sample_index: Rows of a group with the same index are one sample. None means that each row
             is a sample.
         kind: Name of the estimator.
         lengths: Number of sampled tokens of each row, for opo. A sample's length is the sum over
@@ -188,32 +190,34 @@ def baseline_by_index(
     if len(scores) == 0:
         return scores
     if sample_index is not None:
-        first, sample = _first_rows(group_index, sample_index, valid)
-        if len(first) < len(scores):
-            chosen = scores[first], group_index[first], valid[first]
+        first_rows, sample = _first_rows(group_index, sample_index, valid)
+        if len(first_rows) < len(scores):
+            sample_columns = scores[first_rows], group_index[first_rows], valid[first_rows]
             if lengths is not None:
-                total = lengths.new_zeros(len(first))
+                total = lengths.new_zeros(len(first_rows))
                 lengths = total.index_add(0, sample, torch.where(valid, lengths, 0))
-            compared = baseline_by_index(*chosen, kind=kind, lengths=lengths, pass_k=pass_k)
-            return keep(compared[sample], valid)
+            advantages = baseline_by_index(
+                *sample_columns, kind=kind, lengths=lengths, pass_k=pass_k
+            )
+            return keep(advantages[sample], valid)
     _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     starts = sizes.cumsum(0) - sizes  # [P]
-    number = torch.empty_like(group)  # number of each row within its group
-    number[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+    position = torch.empty_like(group)  # position of each row within its group
+    position[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
     shape = (len(sizes), max(int(sizes.max()), 2))
 
     def table(rows: Tensor) -> Tensor:
-        return rows.new_zeros(shape).index_put_((group, number), rows)
+        return rows.new_zeros(shape).index_put_((group, position), rows)
 
-    compared = group_baseline(
+    advantages = group_baseline(
         table(scores),
         kind=kind,
         valid=table(valid),
         lengths=None if lengths is None else table(lengths),
         pass_k=pass_k,
     )
-    return compared[group, number]
+    return advantages[group, position]
 
 
 def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,11 +226,11 @@ def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tup
     For a sample without a valid row, its first row is returned.
     """
     pairs = torch.stack([group_index, sample_index])
-    names, sample = pairs.unique(dim=1, return_inverse=True)
-    # Invalid rows get numbers above those of all valid rows, so the minimum prefers valid rows.
+    samples, sample = pairs.unique(dim=1, return_inverse=True)
+    # Invalid rows get higher numbers than all valid rows, so the minimum prefers valid rows.
     rows = torch.arange(len(valid)) + len(valid) * ~valid
-    first = rows.new_full((names.shape[1],), 2 * len(valid))
-    return first.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
+    first_rows = rows.new_full((samples.shape[1],), 2 * len(valid))
+    return first_rows.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
 
 
 def pass_at_k(
@@ -240,7 +244,7 @@ def pass_at_k(
     Args:
         num_correct: Correct samples c of each prompt.
         num_samples: Samples n of each prompt.
-        k: Number of samples that are drawn.
+        k: Number of drawn samples.
 
     Returns:
         pass_at_k: [P] float64, unbiased for each prompt. Average it over prompts.
@@ -253,16 +257,16 @@ def pass_at_k(
     check_same_shape(num_correct=num_correct, num_samples=num_samples)
     if num_samples.numel() == 0:
         return torch.zeros(num_samples.shape, dtype=torch.float64)
-    least = int(num_samples.min())
-    if not 1 <= k <= least:
+    min_samples = int(num_samples.min())
+    if not 1 <= k <= min_samples:
         raise ValueError(
-            f"k ({k}) must lie between 1 and the samples per prompt ({least}). Draw more samples "
-            "or lower k."
+            f"k ({k}) must lie between 1 and the samples per prompt ({min_samples}). Draw more "
+            "samples or lower k."
         )
     if bool(((num_correct < 0) | (num_correct > num_samples)).any()):
         raise ValueError("num_correct must lie between 0 and num_samples.")
     # C(n - c, k) / C(n, k) = product over i < k of (n - c - i) / (n - i): no huge numbers.
-    steps = torch.arange(k, device=num_samples.device)
-    total = num_samples.unsqueeze(1) - steps  # [P, k]
-    wrong = (total - num_correct.unsqueeze(1)).clamp(min=0)  # [P, k]
-    return 1.0 - (wrong.double() / total.double()).prod(1)
+    draws = torch.arange(k, device=num_samples.device)
+    remaining = num_samples.unsqueeze(1) - draws  # [P, k]
+    remaining_wrong = (remaining - num_correct.unsqueeze(1)).clamp(min=0)  # [P, k]
+    return 1.0 - (remaining_wrong.double() / remaining.double()).prod(1)

@@ -20,9 +20,9 @@ def with_high_entropy_tokens(
     All workers call it together. These are the tokens of entropy H >= tau, where tau is the
     k-th largest entropy of the n tokens that count in the loss, on all workers, and k is
     `ppo.top_entropy_fraction` * n, rounded down, but at least 1. Equal entropies are selected
-    together, so that the selection does not depend on who holds a row. The surrogate is multiplied
-    by 1[H >= tau] and, as in the paper, still divided by the number of all tokens. (The authors'
-    code divides by the number of selected tokens.)
+    together, so that the selection does not depend on how rows are distributed over workers. The
+    surrogate is multiplied by 1[H >= tau] and, as in the paper, still divided by the number of all
+    tokens. (The authors' code divides by the number of selected tokens.)
 
     The entropies are those before the step's updates, so that all of its microbatches, minibatches
     and epochs share one threshold.
@@ -43,12 +43,12 @@ def with_high_entropy_tokens(
     assert experience.entropy is not None
     mask, entropy = experience.counted, experience.entropy
     count = int(workers.sum(mask.sum()))
-    most = max(int(ppo.top_entropy_fraction * count), 1)
+    num_selected = max(int(ppo.top_entropy_fraction * count), 1)
     entropies = entropy[mask]
     # A worker's other tokens cannot be among the largest of all workers.
-    (candidates,), _ = workers.gather_rows(entropies.topk(min(most, len(entropies))).values)
+    (candidates,), _ = workers.gather_rows(entropies.topk(min(num_selected, len(entropies))).values)
     if not count:
         return experience.with_(high_entropy=torch.zeros_like(mask)), {}
-    threshold = candidates.topk(most).values[-1].to(entropy)
+    threshold = candidates.topk(num_selected).values[-1].to(entropy)
     selected = experience.with_(high_entropy=mask & (entropy >= threshold))
     return selected, {"ppo/entropy_threshold": float(threshold)}

@@ -17,7 +17,7 @@ from raypo.ppo.masked import check_same_shape, exact_sum, keep
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios, in nats. They are clamped to it before exp, which could overflow."""
 MIN_LOG_PROB = -1e5
-"""Floor of log-probs, in place of log 0, so that their differences are finite."""
+"""Floor of log-probs, so that log 0 becomes finite."""
 
 
 def log_ratio(
@@ -159,8 +159,8 @@ def kl_loss_terms(
         terms = value + (terms - terms.detach())
     if old_log_probs is None:
         return terms
-    change = log_ratio(log_probs, old_log_probs.detach(), mask)
-    ratio = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    old_log_ratio = log_ratio(log_probs, old_log_probs.detach(), mask)
+    ratio = old_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return terms * (ratio if kind == "k3" else ratio.detach())
 
 
@@ -190,12 +190,12 @@ def kl_statistics(
 
 @dataclass(frozen=True)
 class KLController:
-    """The KL coefficient over a run: fixed, or adapted towards a target KL.
+    """KL coefficient of a run: fixed, or adapted towards a target KL.
 
     Example: coef 0.1, target 6, horizon 1000. A step of 100 responses at 9 nats per response gives
     0.1 * (1 + clip(9 / 6 - 1, -0.2, 0.2) * 100 / 1000) = 0.102.
 
-    The section `ppo.kl` of the config, which has these values, checks them.
+    The config section `ppo.kl` validates these values.
 
     Paper: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -222,8 +222,8 @@ class KLController:
         """
         if self.target is None or self.horizon is None or math.isnan(kl):
             return self
-        reach = MAX_KL_ERROR * num_responses / self.horizon
-        if reach >= 1.0:
+        max_change = MAX_KL_ERROR * num_responses / self.horizon
+        if max_change >= 1.0:
             raise ValueError(
                 f"horizon ({self.horizon}) must be above {MAX_KL_ERROR} * the responses of a "
                 f"step ({num_responses}), or the coefficient could turn negative. "

@@ -1,4 +1,4 @@
-"""Losses of policy and critic token by token, and the aggregation of token losses.
+"""Token losses of policy and critic, and the aggregation of token losses.
 
 Notation: B responses, T response tokens. Every mask: True = keep.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raypo.ppo.kl import MAX_LOG_RATIO, k3
 from raypo.ppo.masked import check_same_shape, exact_sum, keep, masked_moments, masked_sum
-from raypo.ppo.surrogates import Surrogate, Tokens
+from raypo.ppo.surrogates import Surrogate, SurrogateInputs
 
 Stats = dict[str, Tensor]
 """Detached float64 sums over the tensors passed in. Add them up over micro-batches and workers."""
@@ -46,8 +46,8 @@ def aggregate(
         mask: True on tokens to sum.
         aggregation: token_mean, sequence_mean or constant.
         normalizer: Count of the whole step over all workers: tokens (token_mean), responses with a
-            sampled token (sequence_mean), or all responses (constant). Responses that are left out
-            of the loss on purpose do not count. A count below 1 is taken as 1.
+            sampled token (sequence_mean), or all responses (constant). Responses that are excluded
+            from the loss do not count. A count below 1 is taken as 1.
         max_new_tokens: Longest response allowed, in tokens. Required by `constant`.
         sample_tokens: For each row, the number of sampled tokens in its whole response, over all of
             the response's rows. None means that each row is a response.
@@ -76,19 +76,19 @@ def aggregate(
 
 
 def token_losses(
-    tokens: Tokens, surrogate: Surrogate, weights: Tensor | None
+    inputs: SurrogateInputs, surrogate: Surrogate, weights: Tensor | None
 ) -> tuple[Tensor, Stats]:
     """Compute the policy's loss of each token, and its statistics.
 
     Args:
-        tokens: Arguments of the surrogate.
-        surrogate: One of `raypo.ppo.surrogates`, or a user's own.
-        weights: Weights from `corrections.bounded_weights`, [B, T]. Tokens with weight 0 stay in
-            the denominator of the loss. None means 1.
+        inputs: Arguments of the surrogate.
+        surrogate: A function of `raypo.ppo.surrogates`, or a wrapped user function.
+        weights: Weights from `corrections.bounded_weights`, [B, T]. SurrogateInputs with weight 0
+            stay in the denominator of the loss. None means 1.
 
     Returns:
         loss: [B, T].
-        stats: Sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
+        stats: Sums over sampled tokens: `inputs`, `ratio`, `clipped` (the clip is active),
             `dual_clipped`, `clamped` (log-ratio outside +-`MAX_LOG_RATIO`), `approx_kl`
             (ratio - 1 - log ratio, the k3 estimate of KL(old || new)).
 
@@ -98,7 +98,7 @@ def token_losses(
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7. Each surrogate's docstring names its own
         paper.
     """
-    result, mask, log_ratio = surrogate(tokens), tokens.mask, tokens.log_ratio
+    result, mask, log_ratio = surrogate(inputs), inputs.mask, inputs.log_ratio
     loss = result.loss
     if weights is not None:
         check_same_shape(weights=weights, mask=mask)
@@ -123,7 +123,7 @@ def value_losses(
     *,
     value_clip: float | None,
 ) -> tuple[Tensor, Stats]:
-    """Compute half the larger of the clipped and the unclipped squared error of each value.
+    """Compute half of the larger squared error, clipped or unclipped, of each value.
 
     Args:
         values: Values of the critic.
@@ -144,16 +144,16 @@ def value_losses(
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is as in the paper's public code.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    new, target = keep(values, mask), keep(returns, mask)
-    error = new - target
-    squares = error.square()
+    value, target = keep(values, mask), keep(returns, mask)
+    error = value - target
+    squared_errors = error.square()
     clipped = torch.zeros_like(mask, dtype=torch.bool)
     if value_clip is not None:
-        old = keep(old_values, mask)
-        change = new - old
-        clipped_squares = (old + change.clamp(-value_clip, value_clip) - target).square()
-        clipped = (change.abs() > value_clip) & (clipped_squares > squares)
-        squares = torch.where(clipped, clipped_squares, squares)
+        old_value = keep(old_values, mask)
+        change = value - old_value
+        clipped_squares = (old_value + change.clamp(-value_clip, value_clip) - target).square()
+        clipped = (change.abs() > value_clip) & (clipped_squares > squared_errors)
+        squared_errors = torch.where(clipped, clipped_squares, squared_errors)
     with torch.no_grad():
         _, error_sum, squared_error = masked_moments(error, mask)
         tokens, returns_sum, returns_squared = masked_moments(target, mask)
@@ -165,7 +165,7 @@ def value_losses(
         "returns": returns_sum,
         "returns_squared": returns_squared,
     }
-    return 0.5 * squares, stats
+    return 0.5 * squared_errors, stats
 
 
 def explained_variance(stats: Stats) -> Tensor:

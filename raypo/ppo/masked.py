@@ -36,7 +36,7 @@ def keep(
     """Return `x` in at least float32, and exactly 0 where masked.
 
     Apply it before any arithmetic: it also keeps NaN and infinity at masked positions out of the
-    gradient. Multiplying by the mask would not, because 0 * inf is NaN.
+    gradient. Multiplying by the mask would not do so, because 0 * inf is NaN.
 
     Returns:
         x: Same shape as the input; half precision becomes float32.
@@ -54,7 +54,7 @@ def exact_sum(
     Returns:
         sum: float64 scalar.
     """
-    # Sum in blocks: for a float64 sum, torch first copies its whole float32 input.
+    # Sum in blocks, because a float64 sum in torch first copies its whole float32 input.
     blocks = x.split(_rows_of_block(x))
     return torch.stack([block.sum(dtype=torch.float64) for block in blocks]).sum()
 
@@ -85,14 +85,14 @@ def masked_moments(
     """
     check_same_shape(x=x, mask=mask)
 
-    def of_block(x: Tensor, mask: Tensor) -> list[Tensor]:
+    def block_moments(x: Tensor, mask: Tensor) -> list[Tensor]:
         values = keep(x.double(), mask)
         return [
             torch.stack([mask.sum().double(), values.sum(), values.square().sum()]).unsqueeze(0)
         ]
 
     with torch.no_grad():
-        (moments,) = in_blocks(of_block, x, mask.bool(), dtype=torch.float64)  # [blocks, 3]
+        (moments,) = in_blocks(block_moments, x, mask.bool(), dtype=torch.float64)  # [blocks, 3]
         return moments.sum(0)
 
 
@@ -120,7 +120,7 @@ def masked_whiten(
     """
     check_same_shape(x=x, mask=mask)
     moments = masked_moments(x, mask) if moments is None else moments
-    count, total, squares = (torch.as_tensor(m, dtype=torch.float64) for m in moments)
+    count, total, squares = (torch.as_tensor(moment, dtype=torch.float64) for moment in moments)
     count = count.clamp(min=1.0)
     mean = total / count
     variance = (squares / count - mean.square()).clamp(min=MIN_VARIANCE)

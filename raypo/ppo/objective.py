@@ -1,7 +1,7 @@
 """Losses of policy and critic on one microbatch; torch only, no DeepSpeed.
 
-B responses, T response tokens. Losses are divided by the counts of the whole optimizer step over
-all workers, so the split into microbatches and workers does not affect the sum.
+Notation: B responses, T response tokens. Losses are divided by the counts of the whole optimizer
+step over all workers, so the split into microbatches and workers does not affect the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raypo.ppo import losses
 from raypo.ppo.corrections import off_policy_tokens
 from raypo.ppo.kl import kl_loss_terms, log_ratio
 from raypo.ppo.masked import keep, masked_sum
-from raypo.ppo.surrogates import Surrogate, Tokens
+from raypo.ppo.surrogates import Surrogate, SurrogateInputs
 from raypo.types import Experience
 
 
@@ -30,7 +30,7 @@ class StepCounts:
     tokens: float
     """Number of sampled tokens that count in the loss."""
     sequences: float
-    """Number of responses with a token that counts. All rows of an episode are one response."""
+    """Number of responses with a counted token. All rows of an episode are one response."""
     responses: float
     """Number of responses. With `ppo.mask_truncated`, truncated responses do not count."""
     positive_tokens: float = 0.0
@@ -40,10 +40,10 @@ class StepCounts:
     def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
         """Count the tokens and responses of an optimizer step, summed over all workers."""
         tokens, positive = batch.counted.sum(1).double(), positive_mask(batch, ppo)
-        of_sample = tokens if batch.sample_tokens is None else batch.sample_tokens.double()
-        sequences = tokens / of_sample.clamp(min=1.0)  # 1 over all rows of a sample
-        is_left_out = batch.truncated & (of_sample == 0.0) & ppo.mask_truncated
-        responses = batch.is_first_row & ~is_left_out
+        sample_tokens = tokens if batch.sample_tokens is None else batch.sample_tokens.double()
+        sequences = tokens / sample_tokens.clamp(min=1.0)  # 1 over all rows of a sample
+        is_excluded = batch.truncated & (sample_tokens == 0.0) & ppo.mask_truncated
+        responses = batch.is_first_row & ~is_excluded
         counts = (tokens.sum(), sequences.sum(), responses.sum(), positive.sum())
         return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
@@ -105,7 +105,7 @@ def policy_objective(
         max_new_tokens: Longest allowed response, in tokens.
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
-        surrogate: The surrogate that `ppo.policy_loss` names.
+        surrogate: The surrogate of `ppo.policy_loss`.
     """
     assert batch.advantages is not None
     mask = batch.counted
@@ -118,7 +118,7 @@ def policy_objective(
         normalizer=counts.normalizer(ppo.aggregation),
     )
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    tokens = Tokens(
+    inputs = SurrogateInputs(
         log_probs=keep(log_probs, mask),
         log_ratio=log_ratio(log_probs, old_log_probs, mask),
         advantages=keep(batch.advantages, mask),
@@ -138,7 +138,7 @@ def policy_objective(
         weights = torch.where(off_policy, 0.0, 1.0 if weights is None else weights)
     if batch.high_entropy is not None:
         weights = torch.where(batch.high_entropy, 1.0 if weights is None else weights, 0.0)
-    token_losses, statistics = losses.token_losses(tokens, surrogate, weights)
+    token_losses, statistics = losses.token_losses(inputs, surrogate, weights)
     if off_policy is not None:
         statistics["off_policy"] = off_policy.sum().double()
     loss = policy_loss = aggregate(token_losses)
@@ -156,17 +156,17 @@ def policy_objective(
         )
         if ppo.kl.importance_weights and batch.weights is not None:
             terms = terms * keep(batch.weights, mask)
-        divergence = aggregate(terms)
-        loss, kl_loss = loss + kl_coef * divergence, divergence.detach()
+        kl = aggregate(terms)
+        loss, kl_loss = loss + kl_coef * kl, kl.detach()
     nll_loss = None
     if ppo.nll_coef > 0.0:
-        likelihood = losses.aggregate(
+        log_likelihood = losses.aggregate(
             log_probs,
             positive_mask(batch, ppo),
             aggregation="token_mean",
             normalizer=counts.positive_tokens,
         )
-        loss, nll_loss = loss - ppo.nll_coef * likelihood, -likelihood.detach()
+        loss, nll_loss = loss - ppo.nll_coef * log_likelihood, -log_likelihood.detach()
     statistics["entropy"] = masked_sum(entropy.detach(), mask)
     return PolicyOutput(loss, policy_loss.detach(), kl_loss, nll_loss, statistics)
 
@@ -185,8 +185,8 @@ def values_of(
         return values, values.new_zeros(len(batch))
     values = critic(batch, with_last=True)  # [B, T + 1]
     position = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
-    after = torch.where(batch.response_mask, position, 0).amax(1, keepdim=True)  # [B, 1]
-    last_values = values.gather(1, after).squeeze(1)
+    end = torch.where(batch.response_mask, position, 0).amax(1, keepdim=True)  # [B, 1]
+    last_values = values.gather(1, end).squeeze(1)
     return values[:, :-1], torch.where(batch.truncated, last_values, 0.0)
 
 
@@ -200,8 +200,8 @@ def value_objective(
     assert batch.values is not None
     assert batch.returns is not None
     mask = batch.counted
-    by_token, stats = losses.value_losses(
+    token_losses, stats = losses.value_losses(
         values, batch.values, batch.returns, mask, value_clip=ppo.value_clip
     )
-    loss = losses.aggregate(by_token, mask, aggregation="token_mean", normalizer=counts.tokens)
+    loss = losses.aggregate(token_losses, mask, aggregation="token_mean", normalizer=counts.tokens)
     return loss, stats

@@ -1,4 +1,4 @@
-"""Losses of preference optimisation, on pairs or on single desirable and undesirable responses.
+"""Losses of preference optimisation, on pairs or on single responses.
 
 Notation: B pairs or responses. Log-probs are sums over a response's tokens, in nats. Losses are one
 number per row, not averaged.
@@ -92,11 +92,11 @@ def pair_losses(
     z = gap - margins - (simpo_gamma if kind == "simpo" else 0.0)
     if kind == "hinge":
         return relu(1.0 - z)
-    right, swapped = -logsigmoid(z), -logsigmoid(-z)
+    correct, swapped = -logsigmoid(z), -logsigmoid(-z)
     if kind == "robust":
-        loss = (1.0 - label_smoothing) * right - label_smoothing * swapped
+        loss = (1.0 - label_smoothing) * correct - label_smoothing * swapped
         return loss / (1.0 - 2.0 * label_smoothing)
-    return (1.0 - label_smoothing) * right + label_smoothing * swapped
+    return (1.0 - label_smoothing) * correct + label_smoothing * swapped
 
 
 def kto_losses(

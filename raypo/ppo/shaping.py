@@ -1,4 +1,4 @@
-"""Score shaping: from a response's raw score to the score that is trained on.
+"""Score shaping: from a response's raw score to the score used for training.
 
 Notation: B responses. Every mask: True = keep. `shape_scores` applies the parts in a fixed order:
 custom function, overlong penalty, score of truncated responses, running normalisation, clip.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import ShapingSection
-from raypo.ppo.custom_functions import shaped_by
+from raypo.ppo.custom_functions import custom_shaped_scores
 from raypo.ppo.masked import MIN_VARIANCE, keep
 from raypo.types import Experience
 
@@ -77,24 +77,24 @@ class RunningMoments:
 
     @classmethod
     def total(cls, parts: Iterable[RunningMoments]) -> RunningMoments:
-        """Return the moments of all parts together, such as those of all workers."""
-        whole = cls()
+        """Return the combined moments of all parts, such as the moments of all workers."""
+        total = cls()
         for part in parts:
-            whole = whole.merged(part)
-        return whole
+            total = total.merged(part)
+        return total
 
     def merged(self, other: RunningMoments) -> RunningMoments:
-        """Return the moments of both sets of scores together."""
+        """Return the combined moments of both sets of scores."""
         count = self.count + other.count
         if count == 0.0:
             return self
-        gap = other.mean - self.mean
+        mean_gap = other.mean - self.mean
         return RunningMoments(
             count,
-            self.mean + gap * other.count / count,
+            self.mean + mean_gap * other.count / count,
             self.squared_deviation
             + other.squared_deviation
-            + gap * gap * self.count * other.count / count,
+            + mean_gap * mean_gap * self.count * other.count / count,
         )
 
     @property
@@ -115,7 +115,7 @@ class RunningMoments:
 def shape_scores(
     experience: Experience,
     section: ShapingSection,
-    seen: RunningMoments,
+    moments: RunningMoments,
     workers: Workers,
     *,
     max_new_tokens: int,
@@ -128,19 +128,21 @@ def shape_scores(
     Args:
         experience: This worker's rows, with their raw scores.
         section: The section `ppo.shaping` of the config.
-        seen: Moments of the scores of all earlier steps, before normalisation.
+        moments: Moments of the scores of all earlier steps, before normalisation.
         workers: The workers that together hold all rows of the step.
         max_new_tokens: Longest allowed response, in tokens.
 
     Returns:
         scores: [B], NaN where scoring failed.
-        seen: Moments that include this step's scores of all workers. Unchanged if
+        moments: Moments that include this step's scores of all workers. Unchanged if
             `section.normalize` is off.
     """
     num_tokens = experience.response_mask.sum(1)
     scores, sampled = experience.scores, num_tokens > 0
     if section.function is not None:
-        scores = shaped_by(section.function, experience, workers, max_new_tokens=max_new_tokens)
+        scores = custom_shaped_scores(
+            section.function, experience, workers, max_new_tokens=max_new_tokens
+        )
     shaped = keep(scores, sampled)
     buffer_tokens = section.overlong_tokens(max_new_tokens)
     if buffer_tokens is not None:
@@ -151,17 +153,17 @@ def shape_scores(
             buffer_tokens=buffer_tokens,
             factor=section.overlong_factor,
         )
-    cut = experience.truncated & ~shaped.isnan()  # a failed response stays failed
+    is_truncated = experience.truncated & ~shaped.isnan()  # a failed response stays failed
     if section.truncated_score is not None:
-        shaped = torch.where(cut, section.truncated_score, shaped)
+        shaped = torch.where(is_truncated, section.truncated_score, shaped)
     if section.truncated_scale is not None:  # abs lowers negative scores too
-        lowered = shaped - (1.0 - section.truncated_scale) * shaped.abs()
-        shaped = torch.where(cut, lowered, shaped)
+        scaled = shaped - (1.0 - section.truncated_scale) * shaped.abs()
+        shaped = torch.where(is_truncated, scaled, shaped)
     if section.normalize:
         # The rows of an episode share its score, which counts once.
-        mine = RunningMoments.of(shaped, sampled & experience.is_first_row)
-        seen = seen.merged(RunningMoments.total(workers.gather(mine)))
-        shaped = seen.normalize(shaped)
+        own_moments = RunningMoments.of(shaped, sampled & experience.is_first_row)
+        moments = moments.merged(RunningMoments.total(workers.gather(own_moments)))
+        shaped = moments.normalize(shaped)
     if section.clip_low is not None or section.clip_high is not None:
         shaped = shaped.clamp(section.clip_low, section.clip_high)
-    return keep(shaped, sampled), seen
+    return keep(shaped, sampled), moments

@@ -1,4 +1,4 @@
-"""The policy losses per token: one small function for each published kind.
+"""Policy losses per token, with one small function for each published loss.
 
 Notation: B responses, T response tokens, A advantage. Every mask: True = keep.
 """
@@ -18,18 +18,18 @@ TINY = 1e-8
 """Floor of 1 - p in `dppo_kl`, where p is the probability of a token, as in the public code."""
 
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Published temperatures of the soft gate: for positive advantages, then for all others."""
+"""Published temperatures of the soft gate: for positive advantages, and for all others."""
 
 VESPO_SHAPES = ((2.0, 3.0), (3.0, 2.0))
-"""Published power and decay (c1, c2) of VESPO's kernel: for advantages of at least 0, then for
+"""Published power and decay (c1, c2) of VESPO's kernel: for advantages of at least 0, and for
 negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class SurrogateInputs:
     """Arguments of a surrogate. All tensors are 0 where masked, and log-ratios are finite.
 
-    The bounds are those of the section `ppo` of the config, which checks them.
+    The clip bounds come from the config section `ppo`, which validates them.
     """
 
     log_probs: Tensor  # [B, T], with gradient
@@ -54,7 +54,7 @@ class TokenLoss:
     dual_clipped: Tensor  # [B, T] bool
 
 
-def ppo(tokens: Tokens) -> TokenLoss:
+def ppo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
 
     With `dual_clip`, the loss of a token with negative advantage is at most dual_clip * |A|.
@@ -62,59 +62,64 @@ def ppo(tokens: Tokens) -> TokenLoss:
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
     """
-    ratio = _clamped_exp(tokens.log_ratio)
-    free = -ratio * tokens.advantages
-    bounded = -ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantages
-    clipped = bounded > free
-    loss = torch.where(clipped, bounded, free)
+    ratio = _clamped_exp(inputs.log_ratio)
+    unclipped = -ratio * inputs.advantages
+    clipped_loss = -ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high) * inputs.advantages
+    clipped = clipped_loss > unclipped
+    loss = torch.where(clipped, clipped_loss, unclipped)
     dual_clipped = torch.zeros_like(clipped)
-    if tokens.dual_clip is not None:
-        most = -tokens.dual_clip * tokens.advantages
-        dual_clipped = (tokens.advantages < 0) & (loss > most)
-        loss = torch.where(dual_clipped, most, loss)
+    if inputs.dual_clip is not None:
+        max_loss = -inputs.dual_clip * inputs.advantages
+        dual_clipped = (inputs.advantages < 0) & (loss > max_loss)
+        loss = torch.where(dual_clipped, max_loss, loss)
     return TokenLoss(loss, ratio, clipped, dual_clipped)
 
 
-def gspo(tokens: Tokens) -> TokenLoss:
+def gspo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute `ppo` with the ratio of the whole response at each of its tokens (GSPO-token).
 
     The ratio is s * p / stop_grad(p), where s is the geometric mean of the response's ratios,
     without gradient, and p is the probability of the token. So every token is clipped like its
     response, and uses its own advantage. If all advantages of a response are equal, value and
-    gradient are those of GSPO, which has one advantage per response.
+    gradient equal GSPO's, which has one advantage per response.
 
     Paper: Zheng et al. 2025, arXiv:2507.18071, section 4.3 (eq. 5 and 7 where advantages are equal
         within each response).
     """
-    num_tokens = tokens.mask.sum(1, keepdim=True).clamp(min=1)
-    of_response = tokens.log_ratio.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
-    own = tokens.log_ratio - tokens.log_ratio.detach()  # 0, with the gradient of each token
-    return ppo(replace(tokens, log_ratio=of_response + own))
+    num_tokens = inputs.mask.sum(1, keepdim=True).clamp(min=1)
+    response_log_ratio = inputs.log_ratio.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
+    token_gradient = (
+        inputs.log_ratio - inputs.log_ratio.detach()
+    )  # value 0, gradient of the token's log-ratio
+    return ppo(replace(inputs, log_ratio=response_log_ratio + token_gradient))
 
 
-def gmpo(tokens: Tokens) -> TokenLoss:
+def gmpo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -(geometric mean of the response's clipped ratios) * A.
 
     A token's log-ratio is clipped to at most log(1 + clip_high) if its advantage is positive, and
     to at least log(1 - clip_low) otherwise. A clipped token has no gradient. As in `gspo`, each
     token uses its own advantage. If all advantages of a response are equal, value and gradient
-    under `sequence_mean` are those of the paper.
+    under `sequence_mean` equal the paper's.
 
     Paper: Zhao et al. 2025, arXiv:2507.20673, eq. 4 (clip at e ** +-0.4: clip_low 0.33, clip_high
         0.49).
     """
-    low = math.log1p(-tokens.clip_low) if tokens.clip_low < 1.0 else -math.inf
-    change = tokens.log_ratio
-    at_most, at_least = change.clamp(max=math.log1p(tokens.clip_high)), change.clamp(min=low)
-    cut = torch.where(tokens.advantages > 0, at_most, at_least)
-    num_tokens = tokens.mask.sum(1, keepdim=True).clamp(min=1)
-    of_response = cut.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
-    ratio = _clamped_exp(of_response + (cut - cut.detach()))
-    never = torch.zeros_like(tokens.mask, dtype=torch.bool)
-    return TokenLoss(-ratio * tokens.advantages, ratio, cut != change, never)
+    low = math.log1p(-inputs.clip_low) if inputs.clip_low < 1.0 else -math.inf
+    log_ratio = inputs.log_ratio
+    upper_clipped, lower_clipped = (
+        log_ratio.clamp(max=math.log1p(inputs.clip_high)),
+        log_ratio.clamp(min=low),
+    )
+    clipped_log_ratio = torch.where(inputs.advantages > 0, upper_clipped, lower_clipped)
+    num_tokens = inputs.mask.sum(1, keepdim=True).clamp(min=1)
+    mean_log_ratio = clipped_log_ratio.detach().sum(1, keepdim=True) / num_tokens  # [B, 1]
+    ratio = _clamped_exp(mean_log_ratio + (clipped_log_ratio - clipped_log_ratio.detach()))
+    no_tokens = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return TokenLoss(-ratio * inputs.advantages, ratio, clipped_log_ratio != log_ratio, no_tokens)
 
 
-def cispo(tokens: Tokens) -> TokenLoss:
+def cispo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -stop_grad(min(ratio, 1 + clip_high)) * A * log_probs.
 
     Clipping bounds the weight of a token, and does not remove its gradient. With `cispo_low` the
@@ -122,85 +127,93 @@ def cispo(tokens: Tokens) -> TokenLoss:
 
     Paper: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
-    ratio = _clamped_exp(tokens.log_ratio.detach())
-    low = None if tokens.cispo_low is None else 1.0 - tokens.cispo_low
-    weight = ratio.clamp(min=low, max=1.0 + tokens.clip_high)
+    ratio = _clamped_exp(inputs.log_ratio.detach())
+    low = None if inputs.cispo_low is None else 1.0 - inputs.cispo_low
+    weight = ratio.clamp(min=low, max=1.0 + inputs.clip_high)
     # A log-prob of -inf could give a loss of 0 * inf = NaN. At the floor the gradient is 0.
-    loss = -weight * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
+    loss = -weight * inputs.advantages * inputs.log_probs.clamp(min=MIN_LOG_PROB)
     return TokenLoss(loss, ratio, ratio != weight, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-def sapo(tokens: Tokens) -> TokenLoss:
+def sapo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -A * 4 / tau * sigmoid(tau * (ratio - 1)), a soft gate in place of the clip.
 
-    The gradient fades out as the ratio moves away from 1. At ratio 1 the slope is that of `ppo`,
+    The gradient fades out as the ratio moves away from 1. At ratio 1 it has the slope of `ppo`,
     and the value differs by a constant. tau is larger for negative advantages. clip_low and
     clip_high are not used.
 
     Paper: Gao et al. 2025, arXiv:2511.20347 (soft gate and asymmetric temperatures).
     """
-    ratio = _clamped_exp(tokens.log_ratio)
-    up, down = SAPO_TEMPERATURES
-    tau = torch.full_like(ratio, down).masked_fill(tokens.advantages > 0, up)
-    loss = -tokens.advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
-    never = torch.zeros_like(ratio, dtype=torch.bool)
-    return TokenLoss(loss, ratio, never, never)
+    ratio = _clamped_exp(inputs.log_ratio)
+    positive_tau, negative_tau = SAPO_TEMPERATURES
+    tau = torch.full_like(ratio, negative_tau).masked_fill(inputs.advantages > 0, positive_tau)
+    loss = -inputs.advantages * (4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0))
+    no_tokens = torch.zeros_like(ratio, dtype=torch.bool)
+    return TokenLoss(loss, ratio, no_tokens, no_tokens)
 
 
-def clip_cov(tokens: Tokens) -> TokenLoss:
+def clip_cov(inputs: SurrogateInputs) -> TokenLoss:
     """Compute `ppo`, with zero loss and gradient for tokens of high covariance.
 
     Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (Clip-Cov).
     """
-    assert tokens.covariant is not None
-    result, held = ppo(tokens), tokens.covariant
-    return replace(result, loss=torch.where(held, 0.0, result.loss), clipped=result.clipped | held)
+    assert inputs.covariant is not None
+    result, is_detached = ppo(inputs), inputs.covariant
+    return replace(
+        result,
+        loss=torch.where(is_detached, 0.0, result.loss),
+        clipped=result.clipped | is_detached,
+    )
 
 
-def kl_cov(tokens: Tokens) -> TokenLoss:
+def kl_cov(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -ratio * A, plus covariance_kl * |log ratio| on tokens of high covariance.
 
     There is no clip, so clip_low and clip_high are not used.
 
     Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (KL-Cov; the penalty as in its code).
     """
-    assert tokens.covariant is not None
-    held, ratio = tokens.covariant, _clamped_exp(tokens.log_ratio)
-    penalty = torch.where(held, tokens.covariance_kl * tokens.log_ratio.abs(), 0.0)
-    never = torch.zeros_like(held)
-    return TokenLoss(penalty - ratio * tokens.advantages, ratio, never, never)
+    assert inputs.covariant is not None
+    is_penalized, ratio = inputs.covariant, _clamped_exp(inputs.log_ratio)
+    penalty = torch.where(is_penalized, inputs.covariance_kl * inputs.log_ratio.abs(), 0.0)
+    no_tokens = torch.zeros_like(is_penalized)
+    return TokenLoss(penalty - ratio * inputs.advantages, ratio, no_tokens, no_tokens)
 
 
-def dppo_tv(tokens: Tokens) -> TokenLoss:
+def dppo_tv(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -ratio * A, but 0 for tokens whose probability has moved too far.
 
     A token with a positive advantage has no loss and no gradient if its probability has risen by
-    more than clip_high. A token with a negative advantage has neither if its probability has fallen
-    by more than clip_low. The absolute change of this probability is the total variation between
-    the old and the new distribution over two events: this token, or any other token. In contrast to
-    a clipped ratio, this bound restricts likely tokens, whose ratio hardly changes, and leaves
-    unlikely tokens free.
+    more than clip_high. The same holds for a token with a negative advantage whose probability has
+    fallen by more than clip_low. The absolute change of this probability is the total variation
+    between the old and the new distribution over two events: this token, or any other token. In
+    contrast to a clipped ratio, this bound restricts likely tokens, whose ratio hardly changes, and
+    leaves unlikely tokens free.
 
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 13 (binary TV).
     """
-    old, new = _probabilities(tokens)
-    return _masked_surrogate(tokens, (new - old).abs())
+    old_probs, new_probs = _probabilities(inputs)
+    return _masked_surrogate(inputs, (new_probs - old_probs).abs())
 
 
-def dppo_kl(tokens: Tokens) -> TokenLoss:
+def dppo_kl(inputs: SurrogateInputs) -> TokenLoss:
     """Compute `dppo_tv` with another measure of a token's change, in nats.
 
     The measure is KL(old || new) of the distributions over two events: this token, or any other
-    token. clip_low and clip_high bound it, so they are in nats too.
+    token. clip_low and clip_high bound it, so they are then in nats.
 
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 14 (binary KL).
     """
-    old, new = _probabilities(tokens)
-    others = torch.log((1.0 - old).clamp(min=TINY)) - torch.log((1.0 - new).clamp(min=TINY))
-    return _masked_surrogate(tokens, (1.0 - old) * others - old * tokens.log_ratio.detach())
+    old_probs, new_probs = _probabilities(inputs)
+    other_log_ratio = torch.log((1.0 - old_probs).clamp(min=TINY)) - torch.log(
+        (1.0 - new_probs).clamp(min=TINY)
+    )
+    return _masked_surrogate(
+        inputs, (1.0 - old_probs) * other_log_ratio - old_probs * inputs.log_ratio.detach()
+    )
 
 
-def vespo(tokens: Tokens) -> TokenLoss:
+def vespo(inputs: SurrogateInputs) -> TokenLoss:
     """Compute -stop_grad(W ** c1 * exp(c2 * (1 - W))) * A * log_probs.
 
     W is the product of the ratios of the response's tokens. The kernel, inside stop_grad, is 1 at
@@ -209,17 +222,17 @@ def vespo(tokens: Tokens) -> TokenLoss:
 
     Paper: Shen et al. 2026, arXiv:2602.10693, eq. 20, appendix I.
     """
-    log_weight = tokens.log_ratio.detach().sum(1, keepdim=True)  # [B, 1]
+    log_weight = inputs.log_ratio.detach().sum(1, keepdim=True)  # [B, 1]
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
     kernels = [(power * log_weight + decay * (1.0 - weight)).exp() for power, decay in VESPO_SHAPES]
-    kernel = torch.where(tokens.advantages >= 0, *kernels)
+    kernel = torch.where(inputs.advantages >= 0, *kernels)
     # A log-prob of -inf could give a loss of 0 * inf = NaN. At the floor the gradient is 0.
-    loss = -kernel * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
-    never = torch.zeros_like(tokens.mask, dtype=torch.bool)
-    return TokenLoss(loss, kernel, never, never)
+    loss = -kernel * inputs.advantages * inputs.log_probs.clamp(min=MIN_LOG_PROB)
+    no_tokens = torch.zeros_like(inputs.mask, dtype=torch.bool)
+    return TokenLoss(loss, kernel, no_tokens, no_tokens)
 
 
-Surrogate = Callable[[Tokens], TokenLoss]
+Surrogate = Callable[[SurrogateInputs], TokenLoss]
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "gspo": gspo,
@@ -239,20 +252,20 @@ def _clamped_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _probabilities(inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
     """Return the probability of each token before the update and now, without gradient."""
-    now = tokens.log_probs.detach().clamp(min=MIN_LOG_PROB)
-    return (now - tokens.log_ratio.detach()).exp(), now.exp()
+    log_probs = inputs.log_probs.detach().clamp(min=MIN_LOG_PROB)
+    return (log_probs - inputs.log_ratio.detach()).exp(), log_probs.exp()
 
 
-def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
+def _masked_surrogate(inputs: SurrogateInputs, distance: Tensor) -> TokenLoss:
     """Compute -ratio * A, but 0 for tokens that moved past a bound in their advantage's direction.
 
-    The clip's bounds are applied to `distance`, [B, T].
+    The clip bounds apply to `distance`, [B, T].
     """
-    ratio, change = _clamped_exp(tokens.log_ratio), tokens.log_ratio.detach()
-    risen = (tokens.advantages > 0) & (change > 0) & (distance > tokens.clip_high)
-    fallen = (tokens.advantages < 0) & (change < 0) & (distance > tokens.clip_low)
-    held = risen | fallen
-    loss = torch.where(held, 0.0, -ratio * tokens.advantages)
-    return TokenLoss(loss, ratio, held, torch.zeros_like(held))
+    ratio, log_ratio = _clamped_exp(inputs.log_ratio), inputs.log_ratio.detach()
+    risen = (inputs.advantages > 0) & (log_ratio > 0) & (distance > inputs.clip_high)
+    fallen = (inputs.advantages < 0) & (log_ratio < 0) & (distance > inputs.clip_low)
+    is_detached = risen | fallen
+    loss = torch.where(is_detached, 0.0, -ratio * inputs.advantages)
+    return TokenLoss(loss, ratio, is_detached, torch.zeros_like(is_detached))

@@ -28,7 +28,7 @@ def turn_advantages(
 
     A turn's state is the text, in tokens, that the environment wrote since the policy's previous
     turn. The state of the first turn is the prompt. Turns of one prompt with the same state form a
-    group, in whichever episode and at whichever position they occur. A turn's return is the
+    group, regardless of the episode and the position. A turn's return is the
     discounted sum of its own reward and the rewards of later turns. The last turn's reward includes
     the rest of the score, which the turn rewards do not cover. Within a group, returns are compared
     as `grpo` compares scores. All workers must call this function together.
@@ -36,40 +36,40 @@ def turn_advantages(
     Args:
         experience: This worker's rows.
         scores: Shaped score of each row.
-        valid: False leaves a row out.
+        valid: False excludes a row.
         gamma: Discount from one turn to the next.
         workers: The workers that hold the groups.
 
     Returns:
         advantages: [B, T], the same on all tokens of a turn, 0 where masked. They are 0 for a turn
-            whose state no other turn of the prompt has.
+            whose state occurs in no other turn of the prompt.
 
     Paper: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 6 and 7.
     """
     mask = experience.response_mask
     turns = runs_of(mask) if experience.turn_index is None else experience.turn_index
     turns = torch.where(mask, turns, -1)
-    earned, at_the_end = experience.turn_rewards, scores
-    if earned is not None:
-        at_the_end = scores - keep(earned, mask).sum(1)
+    turn_rewards, end_rewards = experience.turn_rewards, scores
+    if turn_rewards is not None:
+        end_rewards = scores - keep(turn_rewards, mask).sum(1)
     counted = mask & valid.unsqueeze(1)
-    rewards = token_rewards(at_the_end, None, counted, kl_coef=0.0, extra_rewards=earned)
+    rewards = token_rewards(end_rewards, None, counted, kl_coef=0.0, extra_rewards=turn_rewards)
     returns = discounted_returns(rewards, counted, gamma=gamma, turns=turns)
-    begins = mask & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0), value=-1))
-    row, start = begins.nonzero(as_tuple=True)  # [S]
-    everyone, mine = workers.gather_rows(
+    is_turn_start = mask & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0), value=-1))
+    row, start = is_turn_start.nonzero(as_tuple=True)  # [S]
+    gathered, own_turns = workers.gather_rows(
         returns[row, start],
         experience.group_index[row],
         _states(experience, row, start),
         valid[row],
     )
-    of_all, group, state, is_valid = everyone
+    all_returns, group, state, is_valid = gathered
     _, index = torch.stack([group, state]).unique(dim=1, return_inverse=True)
-    compared = baseline_by_index(of_all, index, is_valid, kind="grpo")[mine].to(returns)
-    if len(compared) == 0:
+    advantages = baseline_by_index(all_returns, index, is_valid, kind="grpo")[own_turns].to(returns)
+    if len(advantages) == 0:
         return torch.zeros_like(returns)
-    number = (begins.flatten().cumsum(0) - 1).clamp(min=0).view(begins.shape)
-    return keep(compared[number], counted)
+    turn_number = (is_turn_start.flatten().cumsum(0) - 1).clamp(min=0).view(is_turn_start.shape)
+    return keep(advantages[turn_number], counted)
 
 
 def _states(experience: Experience, row: Tensor, start: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ def _states(experience: Experience, row: Tensor, start: Tensor) -> Tensor:
     ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
     prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
     hashes = []
-    for number, end in zip(row.tolist(), start.tolist(), strict=True):
-        begin = end
-        while begin > 0 and not sampled[number, begin - 1]:
-            begin -= 1
-        prompt = prompts[number][prompt_mask[number]].tobytes() if begin == 0 else b""
-        text = prompt + ids[number, begin:end].tobytes()
+    for row_number, turn_start in zip(row.tolist(), start.tolist(), strict=True):
+        state_start = turn_start
+        while state_start > 0 and not sampled[row_number, state_start - 1]:
+            state_start -= 1
+        prompt = prompts[row_number][prompt_mask[row_number]].tobytes() if state_start == 0 else b""
+        text = prompt + ids[row_number, state_start:turn_start].tobytes()
         hashes.append(xxhash.xxh64_intdigest(text) >> 1)  # within int64
     return torch.tensor(hashes, dtype=torch.int64)

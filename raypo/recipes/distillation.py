@@ -43,61 +43,61 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     return rounds_loop(setup, DistillationRecipe)
 
 
-def untaught_of(item: Rollout | Example) -> Taught:
-    """Return an item without teacher log-probs; a teacher adds them later."""
+def without_teacher(item: Rollout | Example) -> Taught:
+    """Convert a sample or text to an item without teacher log-probs, which are added later."""
     empty = np.zeros((len(item.response_ids), 0))
     log_probs, token_ids = empty.astype(np.float32), empty.astype(np.int32)
     return Taught(item.prompt_ids, item.response_ids, log_probs, token_ids)
 
 
-def read_by_teacher(item: Taught) -> np.ndarray:
-    """Return the prompt with which the teacher reads the response, int32 [P]."""
+def teacher_prompt_ids(item: Taught) -> np.ndarray:
+    """Return the prompt that precedes the response in the teacher's input, int32 [P]."""
     return item.prompt_ids if item.teacher_prompt_ids is None else item.teacher_prompt_ids
 
 
 def with_teacher(
-    items: Mapping[SampleKey, Taught], top: Sequence[tuple[np.ndarray, np.ndarray]]
+    items: Mapping[SampleKey, Taught], top_tokens: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> dict[SampleKey, Taught]:
     """Return the items with the teacher's most likely tokens and their log-probs."""
     return {
         key: replace(item, teacher_log_probs=log_probs, teacher_ids=ids)
-        for (key, item), (log_probs, ids) in zip(items.items(), top, strict=True)
+        for (key, item), (log_probs, ids) in zip(items.items(), top_tokens, strict=True)
     }
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
-    """Distillation recipe: the policy learns a teacher's distributions.
+    """Distillation recipe: the policy learns a teacher's token distributions.
 
-    They are computed on the policy's own samples or on given texts.
+    The distributions are computed on the policy's own samples or on given texts.
     """
 
     def __init__(
         self, run: Run[DistillationConfig], inputs: OnlineInputs, services: Services
     ) -> None:
-        """Load the given texts, if the config has any."""
+        """Load the given texts, if the config names any."""
         super().__init__(run, inputs, services)
         config, data, tokenizer = run.config, run.config.data, inputs.tokenizer
         self.teacher_prompts = teacher_prompts(config.distillation)
         self._vocabulary = len(tokenizer)
-        # Texts to learn off-policy, each with the name of its source. None if the policy samples
+        # Texts to learn off-policy, with the name of their source. None if the policy samples
         # all responses.
         self.texts: ShuffledStream[tuple[str, Example]] | None = None
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
             policy = config.model.policy
-            stop = stop_token_ids(policy, tokenizer)
-            loaded = load_examples(section, tokenizer, stop)
-            rows = ((text.prompt_ids, text.response_ids) for text in loaded.items)
+            stop_ids = stop_token_ids(policy, tokenizer)
+            texts = load_examples(section, tokenizer, stop_ids)
+            rows = ((text.prompt_ids, text.response_ids) for text in texts.items)
             Limits.of(policy).check(rows, tokenizer, key="data.prompts")
-            for note in loaded.notes("data.prompts"):
+            for note in texts.notes("data.prompts"):
                 self.run.tell.message(note)
-            mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
+            mix = mix_of(data, texts.sizes, config.rollout.prompts_per_step)
             names = chain.from_iterable(
                 repeat(source_name(source), size)
-                for source, size in zip(data.prompts, loaded.sizes, strict=True)
+                for source, size in zip(data.prompts, texts.sizes, strict=True)
             )
-            named = ItemStore(zip(names, loaded.items, strict=True))
-            self.texts = ShuffledStream(named, seed=config.seed, mix=mix)
+            named_texts = ItemStore(zip(names, texts.items, strict=True))
+            self.texts = ShuffledStream(named_texts, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:
         """Load the student, which learns the teacher's distributions."""
@@ -107,7 +107,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         )
 
     def scorer(self, scorer: Scorer) -> Scorer:
-        """Return the scorer without a reference: `select` asks teachers for distributions."""
+        """Return the scorer without a reference model, because `select` calls the teachers."""
         return replace(super().scorer(scorer), reference=None)
 
     def select(
@@ -119,35 +119,37 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         """
         config = self.run.config
         teacher_of = config.teacher_of
-        sampled, metrics = self._sampled(scored)
+        samples, metrics = self._samples_to_learn(scored)
         if metrics.get("selection/responses") == 0:
             self.run.tell.message(
                 f"round {step}: no sample has a prompt for its teacher, so nothing is learned"
             )
         if not teacher_of:
-            return {key_of(sample): untaught for sample, untaught in sampled}, metrics
+            return {key_of(sample): item for sample, item in samples}, metrics
         items: dict[str, dict[SampleKey, Taught]] = {path: {} for path in teacher_of.values()}
-        for sample, untaught in sampled:
-            items[teacher_of[str(sample.data_source)]][key_of(sample)] = untaught
+        for sample, item in samples:
+            items[teacher_of[str(sample.data_source)]][key_of(sample)] = item
         if self.texts is not None:
             count = config.rollout.prompts_per_step - config.prompts_answered
-            drawn = self.texts.take(count * config.rollout.samples_per_prompt)
-            for position, (source, text) in drawn:
-                # Texts belong to no group. -1 keeps their keys apart from those of samples.
-                items[teacher_of[source]][-1, position] = untaught_of(text)
+            texts = self.texts.take(count * config.rollout.samples_per_prompt)
+            for position, (source, text) in texts:
+                # Texts belong to no group. -1 distinguishes their keys from the keys of samples.
+                items[teacher_of[source]][-1, position] = without_teacher(text)
         count = min(config.distillation.top_k or self._vocabulary, self._vocabulary)
         calls = []
         for role, path in config.references.items():
-            if of_teacher := items[path]:
-                sequences = [(read_by_teacher(t), t.response_ids) for t in of_teacher.values()]
+            if teacher_items := items[path]:
+                sequences = [
+                    (teacher_prompt_ids(item), item.response_ids) for item in teacher_items.values()
+                ]
                 teacher = self.services.references[role]
                 calls.append(
-                    (of_teacher, teacher.top_log_probs(sequences, count, self._vocabulary))
+                    (teacher_items, teacher.top_log_probs(sequences, count, self._vocabulary))
                 )
         return {
             key: item
-            for of_teacher, call in calls
-            for key, item in with_teacher(of_teacher, call.result()).items()
+            for teacher_items, call in calls
+            for key, item in with_teacher(teacher_items, call.result()).items()
         }, metrics
 
     def prepare_items(
@@ -159,35 +161,39 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         task = learner.task
         assert isinstance(task, DistillationTask)
 
-        def top_tokens(untaught: list[Taught]) -> list[tuple[np.ndarray, np.ndarray]]:
-            read = [replace(item, prompt_ids=read_by_teacher(item)) for item in untaught]
-            return learner.asked(read, task.top_log_probs)
+        def top_tokens(batch: list[Taught]) -> list[tuple[np.ndarray, np.ndarray]]:
+            teacher_items = [replace(item, prompt_ids=teacher_prompt_ids(item)) for item in batch]
+            return learner.asked(teacher_items, task.top_log_probs)
 
-        top = self.computed(items, learner, top_tokens)
-        return with_teacher({key: items[key] for key in top}, list(top.values()))
+        top_tokens_by_key = self.compute_in_parallel(items, learner, top_tokens)
+        return with_teacher(
+            {key: items[key] for key in top_tokens_by_key}, list(top_tokens_by_key.values())
+        )
 
-    def _sampled(
+    def _samples_to_learn(
         self, scored: Sequence[Rollout]
     ) -> tuple[list[tuple[Rollout, Taught]], dict[str, float]]:
-        """Return the samples to learn, with their teacher prompts, and metrics that count them."""
+        """Return the samples to learn with their items (with teacher prompts), and their counts."""
         if self.teacher_prompts is None:
-            return [(sample, untaught_of(sample)) for sample in filter(is_trainable, scored)], {}
-        sampled: list[tuple[Rollout, Taught]] = []
+            return [
+                (sample, without_teacher(sample)) for sample in filter(is_trainable, scored)
+            ], {}
+        samples: list[tuple[Rollout, Taught]] = []
         chat = chat_format(self.run.config.data)
-        max_tokens, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
+        max_tokens, num_too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
         for group in trainable_groups(scored):
             for sample, prompt in zip(group, self.teacher_prompts(group), strict=True):
                 if prompt is None:
                     continue
                 ids = tokenised_prompt(self.inputs.tokenizer, prompt, chat)
                 if len(ids) > max_tokens:
-                    too_long += 1
+                    num_too_long += 1
                 else:
-                    untaught = replace(untaught_of(sample), teacher_prompt_ids=ids)
-                    sampled.append((sample, untaught))
-        return sampled, {
-            "selection/responses": float(len(sampled)),
-            "selection/prompts_too_long": float(too_long),
+                    item = replace(without_teacher(sample), teacher_prompt_ids=ids)
+                    samples.append((sample, item))
+        return samples, {
+            "selection/responses": float(len(samples)),
+            "selection/prompts_too_long": float(num_too_long),
         }
 
     def state_dict(self) -> dict[str, Any]:

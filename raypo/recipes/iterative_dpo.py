@@ -37,21 +37,21 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
     def select(
         self, scored: Sequence[Rollout], step: int
     ) -> tuple[dict[SampleKey, Pair], dict[str, float]]:
-        """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
-        compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
-        rows = {key_of(best): row_of(best, worst) for best, worst in compared}
+        """Pair the best and the worst sample of each prompt, and write the pairs to `pairs/`."""
+        pairs = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
+        rows = {key_of(best): row_of(best, worst) for best, worst in pairs}
         self.write_table("pairs", step, rows)
         prompts = {sample.group_index for sample in scored}
         metrics = {
-            "selection/pairs": float(len(compared)),
-            "selection/prompts_without": float(len(prompts) - len(compared)),
+            "selection/pairs": float(len(pairs)),
+            "selection/prompts_without": float(len(prompts) - len(pairs)),
         }
-        if compared:
-            gaps = [best.score - worst.score for best, worst in compared]
+        if pairs:
+            gaps = [best.score - worst.score for best, worst in pairs]
             metrics["selection/score_gap_mean"] = sum(gaps) / len(gaps)
         else:
             self.run.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
-        return {key_of(best): pair_of(best, worst) for best, worst in compared}, metrics
+        return {key_of(best): pair_of(best, worst) for best, worst in pairs}, metrics
 
     def prepare_items(
         self, items: dict[SampleKey, Pair], learner: SupervisedLearner[Pair]
@@ -62,30 +62,33 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         task = learner.task
         assert isinstance(task, PreferenceTask)
         is_round = self.run.config.iterative_dpo.reference == "round"
-        ask = learner.asked if is_round else learner.without_adapter
-        log_probs = self.computed(items, learner, lambda pairs: ask(pairs, task.log_probs))
+        compute = learner.asked if is_round else learner.without_adapter
+        log_probs = self.compute_in_parallel(
+            items, learner, lambda pairs: compute(pairs, task.log_probs)
+        )
         return {
-            key: replace(items[key], ref_log_probs=of_pair) for key, of_pair in log_probs.items()
+            key: replace(items[key], ref_log_probs=pair_log_probs)
+            for key, pair_log_probs in log_probs.items()
         }
 
 
 def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[tuple[Rollout, Rollout]]:
     """Return the best and the worst sample of each group.
 
-    Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
-    equal scores the first sampled one is taken.
+    Groups whose two scores are equal, or closer than `min_gap`, are skipped. Among samples with
+    equal scores the first one is used.
     """
-    compared: list[tuple[Rollout, Rollout]] = []
+    pairs: list[tuple[Rollout, Rollout]] = []
     score = attrgetter("score")
     for samples in trainable_groups(scored):
         best, worst = max(samples, key=score), min(samples, key=score)
         if best.score > worst.score and best.score - worst.score >= min_gap:
-            compared.append((best, worst))
-    return compared
+            pairs.append((best, worst))
+    return pairs
 
 
 def pair_of(best: Rollout, worst: Rollout) -> Pair:
-    """Return the pair to learn. Its `margin` stays 0: only the order of the scores counts."""
+    """Return the pair to learn. Its `margin` stays 0: scores only order the samples."""
     chosen, rejected = best.ref_log_probs, worst.ref_log_probs
     return Pair(
         best.prompt_ids,

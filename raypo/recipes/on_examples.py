@@ -48,45 +48,45 @@ class Examples(Generic[Item]):
     def load(
         cls,
         run: Run[Any],
-        read: Callable[..., LoadedExamples[Item]],
+        load_kind: Callable[..., LoadedExamples[Item]],
         *,
         section: Any = None,
         held_out_key: str = "prompts",
     ) -> Examples[Item]:
-        """Load the examples, and report rows that were left out or are repeated.
+        """Load the examples, and report skipped and repeated rows.
 
         Args:
             run: The run.
-            read: Loader of the recipe's kind of examples, such as `load_examples`.
-            section: Section `data` of the config, if it differs from the config's own.
+            load_kind: Loader of the recipe's kind of examples, such as `load_examples`.
+            section: Replacement for the config section `data`. None means the config's own section.
             held_out_key: Key of the section `eval` that names the held-out examples.
         """
         config, section = run.config, section or run.config.data
         tokenizer = load_tokenizer(config.model.policy)
-        stop = stop_token_ids(config.model.policy, tokenizer)
-        loaded, size = read(section, tokenizer, stop), config.learner.batch_size
-        notes = loaded.notes("data.prompts")
-        notes += few_rows_notes(section, loaded.sizes, size, key="learner.batch_size")
+        stop_ids = stop_token_ids(config.model.policy, tokenizer)
+        examples, batch_size = load_kind(section, tokenizer, stop_ids), config.learner.batch_size
+        notes = examples.notes("data.prompts")
+        notes += few_rows_notes(section, examples.sizes, batch_size, key="learner.batch_size")
         held_out: Sequence[Item] = []
         key = f"eval.{held_out_key}"
         if sources := getattr(config.eval, held_out_key):
-            of_eval = read(
-                section.model_copy(update={"prompts": sources}), tokenizer, stop, key=key
+            held_out_examples = load_kind(
+                section.model_copy(update={"prompts": sources}), tokenizer, stop_ids, key=key
             )
-            held_out, notes = of_eval.items, notes + of_eval.notes(key)
+            held_out, notes = held_out_examples.items, notes + held_out_examples.notes(key)
         limits = Limits.of(config.model.policy)
-        limits.check(sequences(loaded.items), tokenizer, key="data.prompts")
+        limits.check(sequences(examples.items), tokenizer, key="data.prompts")
         limits.check(sequences(held_out), tokenizer, key=key)
         for note in notes:
             run.tell.message(note)
-        mix = mix_of(section, loaded.sizes, size)
-        stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
+        mix = mix_of(section, examples.sizes, batch_size)
+        stream = ShuffledStream(examples.items, seed=config.seed, mix=mix)
         return cls(tokenizer, stream, held_out)
 
 
 @dataclass(frozen=True)
-class AnswerEvaluation:
-    """Evaluation on held-out prompts: `eval.function` scores the answers that engines sample.
+class ResponseEvaluation:
+    """Evaluation on held-out prompts: `eval.function` scores responses that engines sample.
 
     All workers call every method.
     """
@@ -99,15 +99,15 @@ class AnswerEvaluation:
     transport: Transport
 
     @classmethod
-    def start(cls, run: Run[PolicyExamplesConfig], tokenizer: Any) -> AnswerEvaluation | None:
-        """Load the held-out prompts and start the engines. None means that no function scores."""
+    def start(cls, run: Run[PolicyExamplesConfig], tokenizer: Any) -> ResponseEvaluation | None:
+        """Load the held-out prompts and start the engines. None means that none are needed."""
         config = run.config
         if not config.needs_engine:
             return None
-        loaded = load_held_out(run, tokenizer)
+        held_out = load_held_out(run, tokenizer)
         function = evaluation_function(config.eval, None)
         if function is not None and run.workers.rank == 0:
-            try_before_start(function, loaded.prompts[:ROWS], tokenizer, run.tell.message)
+            try_before_start(function, held_out.prompts[:ROWS], tokenizer, run.tell.message)
         run.tell.phase("starting the engine")
         services = start_deployments(
             config, run.name, run.workers, logs_dir=str(run.files.logs_dir)
@@ -122,7 +122,7 @@ class AnswerEvaluation:
         )
         engine = services.engine
         sampler = Sampler(PolicyEngines(engine), tokenizer, sampling)
-        evaluation = cls(run, loaded.prompts, function, engine, sampler, transport)
+        evaluation = cls(run, held_out.prompts, function, engine, sampler, transport)
         if services.starts_sequentially:
             evaluation.wait()
         return evaluation
@@ -133,17 +133,17 @@ class AnswerEvaluation:
         self.engine.wait(self.run.config.placement.timeout_s)
 
     def evaluate(self, learner: SupervisedLearner[Any], *, version: int) -> dict[str, float]:
-        """Push the weights under a version, and return the score of answers sampled with them."""
+        """Push the weights under a version, and return metrics of responses sampled with them."""
         config, workers, engine = self.run.config, self.run.workers, self.engine
         self.transport.push(learner.named_weights, engine, version=version, workers=workers)
         probe = Probe.of(self.prompts, config, temperature=1.0)
         metrics = try_probe(learner, engine, probe, version, workers)
-        of_answers: dict[str, float] = {}
+        scores: dict[str, float] = {}
         if workers.rank == 0:
-            of_answers, _ = evaluate_policy(
+            scores, _ = evaluate_policy(
                 self.prompts, self.sampler, self.function, section=config.eval
             )
-        return metrics | workers.broadcast(of_answers)
+        return metrics | workers.broadcast(scores)
 
 
 def train_on_examples(
@@ -151,7 +151,7 @@ def train_on_examples(
     records: Records,
     examples: Examples[Item],
     learner: SupervisedLearner[Item],
-    answers: AnswerEvaluation | None = None,
+    response_evaluation: ResponseEvaluation | None = None,
 ) -> dict[str, Any]:
     """Restore the run and train to its end. All workers call this.
 
@@ -160,7 +160,8 @@ def train_on_examples(
         records: The run's records.
         examples: Examples to learn from.
         learner: The learner, which holds the model and its task.
-        answers: Evaluation of sampled answers. None means that only the loss is evaluated.
+        response_evaluation: Evaluation of sampled responses. None means that only the loss is
+            evaluated.
 
     Returns:
         `{"status": "finished" | "interrupted", "step": last completed step}`.
@@ -168,10 +169,10 @@ def train_on_examples(
     config, workers = run.config, run.workers
     models = trained_models(config, learner, examples.tokenizer)
     checkpoints = Checkpoints(run, records, learner, workers, models)
-    if saved := checkpoints.restore():
-        examples.stream.load_state_dict(saved["stream"])
-    if answers:
-        answers.wait()
+    if state := checkpoints.restore():
+        examples.stream.load_state_dict(state["stream"])
+    if response_evaluation:
+        response_evaluation.wait()
 
     def train_step(step: int, clock: Clock) -> StepResult:
         batch = [item for _, item in examples.stream.take(config.learner.batch_size)]
@@ -185,7 +186,9 @@ def train_on_examples(
         if examples.held_out:
             data = learner.data
             metrics = learner.evaluate(examples.held_out[data.rank :: data.count])
-        return metrics | (answers.evaluate(learner, version=step) if answers else {})
+        return metrics | (
+            response_evaluation.evaluate(learner, version=step) if response_evaluation else {}
+        )
 
     if records.last_step == 0:
         records.note_initial(evaluate(0))
@@ -194,7 +197,7 @@ def train_on_examples(
 
 
 def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield prompt and response of every sequence that a forward pass reads for the items."""
+    """Yield the prompt and response of every sequence in the items' forward passes."""
     for item in items:
         for name in ("response_ids", "chosen_ids", "rejected_ids", "other_ids"):
             if (response := getattr(item, name, None)) is not None:

@@ -3,11 +3,11 @@
 If the run has a driver (`raypo.trainer`), the driver runs step 1: the checks before the workers
 start. It also starts the dedicated services of step 2.
 
-`run_steps` calls `train_step` in each step, and does what all recipes have in common.
+`run_steps` calls `train_step` in each step, and does the work that all recipes share.
 
-Concurrency. The main thread of every worker runs everything below, line by line. In the first
-worker's process, the rollout controller (`raypo.rollout.controller`) makes the batches: it begins a
-batch when the loop asks for it or, with a `rollout.mode` other than sync, ahead of that.
+Concurrency: the main thread of every worker runs the code below sequentially. In the first worker's
+process, the rollout controller (`raypo.rollout.controller`) produces the batches. It starts a batch
+when the loop requests it or, with a `rollout.mode` other than sync, ahead of the request.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         section = config.learner
         roles = Roles.of(run.workers, section.critic_workers, section.sequence_parallel)
         phases = Phases.of(run, services)
-        weights = WeightPusher(run, inputs, services, phases, roles)
-        rollouts = Rollouts(run, records, inputs, services, phases, weights)
+        weight_pusher = WeightPusher(run, inputs, services, phases, roles)
+        rollouts = Rollouts(run, records, inputs, services, phases, weight_pusher)
         phases.enter(Phase.LEARN)
-        # Where roles start at the same time, the engine compiles too, and takes longer.
+        # If roles start at the same time, the engine compiles meanwhile and takes longer.
         learner = start_learner(run, inputs, roles, warms_up=not phases.offloads)  # 3. the models
         phases.learner = learner
         checkpoints = Checkpoints(
@@ -74,22 +74,25 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             rollouts,
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        saved = checkpoints.restore()  # empty if there is no checkpoint
-        state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
-        weights.push_first(learner, version=records.last_step)
+        saved_state = checkpoints.restore()  # empty if there is no checkpoint
+        state = UpdateState.initial(config.ppo).restored(
+            saved_state["advantages"] if saved_state else None
+        )
+        weight_pusher.push_first(learner, version=records.last_step)
         rollouts.evaluate_initial()
         rollouts.begin(last_step=records.last_step)
 
         def train_step(step: int, clock: Clock) -> StepResult:
             nonlocal state
-            batch = rollouts.take(step, clock)  # 4. sampled, scored and filtered
-            dealt = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
+            batch = rollouts.take(step, clock)  # 4. sample, score and filter
+            share = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
             phases.enter(Phase.LEARN)
-            with records.keeping(step, dealt if roles.writes_samples else []):
+            # Only workers that train the policy write samples. Together they hold each sample once.
+            with records.keeping(step, share if roles.writes_samples else []):
                 # 5. advantages, PPO epochs: `ppo_step`, below
                 experience, metrics, state = ppo_step(
                     learner,
-                    to_experience(dealt, parts=config.ppo.part_names),
+                    to_experience(share, parts=config.ppo.part_names),
                     config.ppo,
                     state,
                     roles.data,
@@ -99,12 +102,14 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 )
             metrics |= rollouts.metrics(batch, step)
             records.write_samples(
-                step, partial(rollout_rows, dealt, experience) if roles.writes_samples else list
+                step, partial(rollout_rows, share, experience) if roles.writes_samples else list
             )
             clock.lap("time/save_rollouts_s")
 
             metrics |= rollouts.settle()
-            metrics |= weights.push(learner, version=step)  # 6. versioned, verified
+            metrics |= weight_pusher.push(
+                learner, version=step
+            )  # 6. push the weights, versioned and verified
             rollouts.arrived(step)
             clock.lap("time/push_weights_s")
 
@@ -148,7 +153,7 @@ def ppo_step(
         clock: Clock that records the time of each part.
 
     Returns:
-        experience: The experience with everything that the update computed.
+        experience: The experience with the tensors that the update computed.
         metrics: Metrics of the step over all workers.
         state: State for the next step.
     """
@@ -167,7 +172,7 @@ def ppo_step(
     kl = ReferenceKL.measure(experience, workers) if ppo.needs_reference else None
     next_state = state.after_step(
         scores=score_moments,
-        # The KL coefficient waits for the policy, which the critic's warm-up does not update.
+        # The critic's warm-up does not update the policy, so the KL coefficient does not change.
         kl=kl if step > ppo.critic_warmup_steps else None,
         entropy=update.entropy,
     )

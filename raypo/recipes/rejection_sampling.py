@@ -1,4 +1,4 @@
-"""Rejection sampling: the best of several samples per prompt are saved and used for SFT."""
+"""Rejection sampling: save the best samples of each prompt, and fine-tune on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
     def select(
         self, scored: Sequence[Rollout], step: int
     ) -> tuple[dict[SampleKey, Example], dict[str, float]]:
-        """Select the best samples of each prompt; also write them to `selected/`."""
+        """Select the best samples of each prompt, and write them to `selected/`."""
         section = self.run.config.rejection_sampling
         best = best_of(scored, section)
         self.write_table("selected", step, {key_of(sample): row_of(sample) for sample in best})
@@ -56,15 +56,15 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
 
 
 def best_of(scored: Sequence[Rollout], section: SelectionSection) -> list[Rollout]:
-    """Return the best samples of each group; among equal scores the first sampled ones win."""
+    """Return the best samples of each group. Among equal scores, earlier samples come first."""
     selected: list[Rollout] = []
     for group in trainable_groups(scored):
         best = sorted(group, key=lambda sample: -sample.score)
         if section.min_score is not None:
             best = [sample for sample in best if sample.score >= section.min_score]
         if section.distinct:
-            # A dict keeps the last of equal keys. In reverse order, that is the best and first
-            # sampled one of equal responses.
+            # A dict keeps the last of equal keys. In reverse order, that is the best (and then the
+            # earliest) of equal responses.
             best = list({sample.response_ids.tobytes(): sample for sample in best[::-1]}.values())
             best.sort(key=lambda sample: (-sample.score, sample.sample_index))
         selected += best[: section.top_k]

@@ -35,10 +35,13 @@ def make_task(config: RewardModelConfig, tokenizer: Any) -> PairTask:
         section.policy, dtype=section.dtype, attention=section.attention, new_head=True
     )
     model = add_adapter(model, section.lora)
-    # transformers finds the last token of a row by the padding id. If that id also ends responses,
-    # it would skip the end of the response.
-    padding = tokenizer.pad_token_id
-    ends = (tokenizer.eos_token_id, *stop_token_ids(section.policy, tokenizer))
-    for of_model in (model.config, model.config.get_text_config()):  # the head reads the latter
-        of_model.pad_token_id = None if padding in ends else padding
+    # transformers finds the last token of a row by the padding id. If responses also end with that
+    # id, it would skip the last token of the response.
+    padding_id = tokenizer.pad_token_id
+    end_ids = (tokenizer.eos_token_id, *stop_token_ids(section.policy, tokenizer))
+    for model_config in (
+        model.config,
+        model.config.get_text_config(),
+    ):  # the score head reads the text config
+        model_config.pad_token_id = None if padding_id in end_ids else padding_id
     return PairTask(model, centering_coef=config.reward_model.centering_coef)

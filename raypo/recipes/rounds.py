@@ -1,7 +1,7 @@
 """Shared part of the recipes that work in rounds: sample, score, select, then train.
 
 These recipes are `rejection_sampling`, `iterative_dpo` and `distillation`. The `select` method of
-each recipe chooses what is learned from a round's samples.
+a recipe chooses the training items from a round's samples.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from raypo.types import Rollout
 T = TypeVar("T")
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 SampleKey = tuple[int, int]
-"""Group index and sample index of a sample, by which items are ordered."""
-SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
+"""Group index and sample index of a sample. Items are ordered by them."""
+SUMMED_METRICS = ("train/examples", "train/tokens", "train/skipped_updates")
 
 
 class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
@@ -63,7 +63,7 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
     def select(
         self, scored: Sequence[Rollout], step: int
     ) -> tuple[dict[SampleKey, Item], dict[str, float]]:
-        """Make the items to train on from a round's samples. Only the first worker calls it.
+        """Select the items to train on from a round's samples. Only the first worker calls it.
 
         Returns:
             The items by key, and metrics.
@@ -72,14 +72,14 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
     def prepare_items(
         self, items: dict[SampleKey, Item], learner: SupervisedLearner[Item]
     ) -> dict[SampleKey, Item]:
-        """Add values that the learner computes before the update. By default items are unchanged.
+        """Add values that the learner computes before the update. The default adds none.
 
         Args:
-            items: The items on the first worker, none on all others.
+            items: The items on the first worker, empty on all others.
             learner: The learner, before the round's first update.
 
         Returns:
-            The prepared items on the first worker, none on all others.
+            The prepared items on the first worker, empty on all others.
         """
         return items
 
@@ -88,18 +88,20 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         return replace(scorer, models_apart=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the recipe's state besides prompts and learner. By default there is none."""
+        """Return the recipe's state, except prompts and learner. The default is empty."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
 
-    def described(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a round's samples, without scores if no reward is configured."""
+    def sample_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return a round's sample metrics, without score metrics if no reward is configured."""
         if self.inputs.has_reward_function or self.run.config.judges:
             return metrics
-        of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
-        return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}
+        score_prefixes = ("rollout/score_", "rollout/zero_variance_fraction")
+        return {
+            name: value for name, value in metrics.items() if not name.startswith(score_prefixes)
+        }
 
     def write_table(self, folder: str, step: int, rows: Mapping[SampleKey, dict[str, Any]]) -> None:
         """Write rows to `<folder>/round_00001.parquet`, ordered by their keys."""
@@ -115,63 +117,67 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 
         Args:
             learner: The learner.
-            selected: The items on the first worker, none on all others.
-            step: Number of the round.
+            selected: The items on the first worker, empty on all others.
+            step: Index of the round, from 1.
 
         Returns:
             Metrics of the round: sums of counts, and means of all other metrics over the updates.
         """
         workers, config = self.run.workers, self.run.config
-        prepared = self.prepare_items(selected, learner)
-        keys, size = sorted(prepared), config.learner.batch_size
+        items = self.prepare_items(selected, learner)
+        keys, batch_size = sorted(items), config.learner.batch_size
         batches: list[list[Item]] = []
         for epoch in range(config.learner.num_epochs):
-            drawn = minibatch_order(config.seed, step, epoch, len(keys))
-            order = [prepared[keys[index]] for index in drawn]
-            batches += [order[first : first + size] for first in range(0, len(order), size)]
+            indices = minibatch_order(config.seed, step, epoch, len(keys))
+            order = [items[keys[index]] for index in indices]
+            batches += [
+                order[start : start + batch_size] for start in range(0, len(order), batch_size)
+            ]
         updates: list[dict[str, float]] = []
-        for number in range(workers.broadcast(len(batches))):
-            batch = batches[number] if batches else []  # other workers than the first have none
+        for batch_index in range(workers.broadcast(len(batches))):
+            batch = batches[batch_index] if batches else []  # only the first worker has the batches
             shares = even_shares([lengths(item) for item in batch], learner.data.count)
-            items = [[batch[index] for index in share] for share in shares]
-            updates.append(learner.update(_scattered(items, workers), step=step))
+            share = _scattered([[batch[index] for index in share] for share in shares], workers)
+            updates.append(learner.update(share, step=step))
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         columns = {name: [row[name] for row in updates if name in row] for name in names}
         return {"train/updates": float(len(updates))} | {
-            name: math.fsum(values) / (1 if name in SUMMED else len(values))
+            name: math.fsum(values) / (1 if name in SUMMED_METRICS else len(values))
             for name, values in columns.items()
         }
 
-    def computed(
+    def compute_in_parallel(
         self,
         items: Mapping[SampleKey, Item],
         learner: SupervisedLearner[Item],
         compute: Callable[[list[Item]], Sequence[T]],
     ) -> dict[SampleKey, T]:
-        """Let each worker compute something of about as many items.
+        """Apply a function to all items, distributed evenly over the workers.
 
         Args:
-            items: The items on the first worker, none on all others.
-            learner: The learner that computes it.
-            compute: Function of this worker's items, which returns a value for each.
+            items: The items on the first worker, empty on all others.
+            learner: The learner that computes the values.
+            compute: Function that returns one value for each of this worker's items.
 
         Returns:
-            The values on the first worker, none on all others.
+            The values on the first worker, empty on all others.
         """
         workers, count = self.run.workers, learner.data.count
         pairs = sorted(items.items(), key=lambda pair: pair[0])
-        share = _scattered([pairs[rank::count] for rank in range(count)], workers)
-        values = zip(share, compute([item for _, item in share]), strict=True)
+        own_pairs = _scattered([pairs[rank::count] for rank in range(count)], workers)
+        values = zip(own_pairs, compute([item for _, item in own_pairs]), strict=True)
         shares = workers.gather_first({key: value for (key, _), value in values})
-        return {key: value for share in shares for key, value in share.items()}
+        return {key: value for own_pairs in shares for key, value in own_pairs.items()}
 
 
-def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> dict[str, Any]:
+def rounds_loop(
+    setup: dict[str, Any], recipe_class: type[RoundsRecipe[Any, Any]]
+) -> dict[str, Any]:
     """Run a recipe on one learner worker; Ray Train calls this on each of them.
 
     Args:
         setup: `config.model_dump()` of a RoundsConfig.
-        kind: Class of the recipe, which selects samples and makes the training task.
+        recipe_class: Class of the recipe, which selects samples and makes the training task.
 
     Returns:
         `{"status": "finished" | "interrupted", "step": last completed round}`.
@@ -181,7 +187,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         inputs = OnlineInputs.load(run)
         services = start_services(run)
         records = Records(run)
-        recipe = kind(run, inputs, services)
+        recipe = recipe_class(run, inputs, services)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
         rollouts = Rollouts(run, records, inputs, services, phases, weights, changed=recipe.scorer)
@@ -196,15 +202,15 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             rollouts,
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        if saved := checkpoints.restore():
-            recipe.load_state_dict(saved)
+        if state := checkpoints.restore():
+            recipe.load_state_dict(state)
         weights.push_first(learner, version=records.last_step)
         rollouts.evaluate_initial()
         rollouts.begin(last_step=records.last_step)
 
         def train_round(step: int, clock: Clock) -> StepResult:
             batch = rollouts.take(step, clock)
-            phases.enter(Phase.SCORE)  # teachers answer in `select`, also where nothing was sampled
+            phases.enter(Phase.SCORE)  # `select` calls teachers, even if nothing was sampled
             selected: dict[SampleKey, Any] = {}
             metrics: dict[str, float] = {}
             if workers.rank == 0:
@@ -214,7 +220,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             phases.enter(Phase.LEARN)
             metrics |= recipe.train(learner, selected, step)
             clock.lap("time/update_s")
-            metrics |= recipe.described(rollouts.metrics(batch, step))
+            metrics |= recipe.sample_metrics(rollouts.metrics(batch, step))
             records.write_samples(step, partial(list, map(sample_row, batch.scored)))
             clock.lap("time/save_rollouts_s")
 
@@ -243,10 +249,10 @@ def key_of(sample: Rollout) -> SampleKey:
 
 def trainable_groups(scored: Sequence[Rollout]) -> list[list[Rollout]]:
     """Return the trainable samples of each group, in the order of sampling."""
-    usable = sorted(filter(is_trainable, scored), key=key_of)
-    return [list(group) for _, group in groupby(usable, lambda sample: sample.group_index)]
+    trainable = sorted(filter(is_trainable, scored), key=key_of)
+    return [list(group) for _, group in groupby(trainable, lambda sample: sample.group_index)]
 
 
 def prompt_cell(rollout: Rollout) -> str:
-    """Return the prompt as it was given: a text, or chat messages as JSON."""
+    """Return the prompt as in the data: a text, or chat messages as JSON."""
     return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

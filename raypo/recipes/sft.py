@@ -7,7 +7,7 @@ from typing import Any
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.recipes.on_examples import AnswerEvaluation, Examples, train_on_examples
+from raypo.recipes.on_examples import Examples, ResponseEvaluation, train_on_examples
 from raypo.run.records import Records
 from raypo.run.run import open_run
 from raypo.run.supervised_learner import new_learner
@@ -18,6 +18,6 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     with open_run(setup) as run:
         examples = Examples.load(run, load_examples)
         records = Records(run)
-        answers = AnswerEvaluation.start(run, examples.tokenizer)
+        evaluation = ResponseEvaluation.start(run, examples.tokenizer)
         learner = new_learner(run, lambda: ResponseTask(load_policy(run.config.model)))
-        return train_on_examples(run, records, examples, learner, answers)
+        return train_on_examples(run, records, examples, learner, evaluation)

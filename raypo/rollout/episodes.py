@@ -43,7 +43,7 @@ from raypo.rollout.policy import EpisodeLimit, is_limit
 from raypo.rollout.session import EpisodeSettings, Session
 from raypo.rollout.turn_sampler import PolicyCalls, TurnSampler
 from raypo.rollout.user_code import UserClass, UserObject, WrongAnswer, is_finite
-from raypo.tools.calls import heard
+from raypo.tools.calls import on_tool_use
 from raypo.types import Episode, Prompt, Rollout
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ class Episodes:
 
     async def _episode(self, session: Session) -> list[Rollout]:
         """Run one episode. An error in the user's code fails only this episode."""
-        heard.set(session.record_tool)  # for tools that the user's code calls
+        on_tool_use.set(session.record_tool)  # for tools that the user's code calls
         user, begin = UserObject(self._class), time.perf_counter()
         play = self._play_agent if self._section.has_agent else self._play_environment
         score, error = await _outcome(play(user, session))

@@ -25,7 +25,7 @@ from raypo.custom.process_pool import CallTimeout, ProcessDied, RemoteException,
 from raypo.rewards.scoring import LARGEST
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.work_time import WorkTime, too_slow
-from raypo.tools.calls import heard
+from raypo.tools.calls import on_tool_use
 from raypo.types import ToolUse
 
 _runner = asyncio.Runner()
@@ -153,7 +153,7 @@ class UserObject:
         except ProcessDied as died:
             raise RuntimeError(f"{method}: {died}") from None
         for use in uses:
-            heard.get()(use)
+            on_tool_use.get()(use)
         if raised is not None:
             raise raised.exception()
         returned, self._metrics = pickle.loads(answer)
@@ -170,7 +170,7 @@ def _call_pickled(
         or None; and the tools that were called.
     """
     uses: list[ToolUse] = []
-    heard.set(uses.append)
+    on_tool_use.set(uses.append)
     user_object = None
     try:
         user_object = make() if state is None else pickle.loads(state)

@@ -54,7 +54,7 @@ async def calculator(expression: str) -> str:
     if len(expression) > MAX_CHARS:
         raise ToolError(f"an expression has at most {MAX_CHARS} characters")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (SyntaxError, RecursionError, MemoryError):
         raise ToolError(f"this is not an arithmetic expression: {expression:.100}") from None
@@ -64,18 +64,18 @@ async def calculator(expression: str) -> str:
         raise ToolError(str(error)) from None
 
 
-def _value(node: ast.expr) -> int | float:
+def _evaluate(node: ast.expr) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = number
         case ast.Name(id=name) if name in _CONSTANTS:
             value = _CONSTANTS[name]
-        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
-            value = _UNARY[type(sign)](_value(operand))
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
-            value = _of_two(type(sign), _value(left), _value(right))
+        case ast.UnaryOp(op=operation, operand=operand) if type(operation) in _UNARY:
+            value = _UNARY[type(operation)](_evaluate(operand))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _BINARY:
+            value = _apply_binary(type(operation), _evaluate(left), _evaluate(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            value = _FUNCTIONS[name](*map(_value, arguments))
+            value = _FUNCTIONS[name](*map(_evaluate, arguments))
         case _:
             raise ToolError(f"the calculator does not know: {ast.unparse(node):.100}")
     if isinstance(value, complex):
@@ -87,9 +87,9 @@ def _value(node: ast.expr) -> int | float:
     return value
 
 
-def _of_two(sign: type[ast.operator], left: float, right: float) -> Any:
-    is_whole = isinstance(left, int) and isinstance(right, int)
-    is_power = sign is ast.Pow and is_whole and abs(left) > 1
+def _apply_binary(operation: type[ast.operator], left: float, right: float) -> Any:
+    are_integers = isinstance(left, int) and isinstance(right, int)
+    is_power = operation is ast.Pow and are_integers and abs(left) > 1
     if is_power and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
         raise ToolError("a number is too large")
-    return _BINARY[sign](left, right)
+    return _BINARY[operation](left, right)

@@ -34,13 +34,13 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""Closing mark of tool calls for each opening mark. An empty string means that there is none. A
-call also ends at the next opening mark, or with the response."""
+"""Closing mark of a tool call, by opening mark. An empty string means no closing mark. A call also
+ends at the next opening mark, or with the response."""
 PYTHON_TAG = "<|python_tag|>"
 """Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
 _SPACE = re.compile(r"\s*")
-_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 # A value is written verbatim and may contain any of these tags. Its closing tag therefore counts
@@ -54,10 +54,12 @@ _PYTHON = re.compile(
     |(?P<open>[(\[{])|[)\]}]|(?P<unclosed>["'])""",
     re.DOTALL | re.VERBOSE,
 )
-_NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+_PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 """Errors of Python's parser. TypeError means that a dictionary is used as a key."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
-heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
+on_tool_use: ContextVar[Callable[[ToolUse], None]] = ContextVar(
+    "on_tool_use", default=lambda use: None
+)
 """Callback for each use of a tool. Each episode sets its own callback."""
 
 
@@ -67,25 +69,25 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The name and arguments of a tool call, as the model wrote them."""
+    """Name and arguments of a tool call, as the model wrote them."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
-    """Return the tool calls in a response, in order; an empty list if there are none.
+    """Return the tool calls in a response, in order.
 
-    These forms with marks are recognised:
+    These formats with marks are recognised:
 
     - Hermes and Qwen: JSON in `<tool_call>`, or a list of calls as SmolLM2 writes it;
     - Qwen3-Coder: `<function=...>` inside `<tool_call>`;
     - Mistral: `[TOOL_CALLS]`;
     - LFM2: `<|tool_call_start|>[f(x=1)]`.
 
-    Without marks, a response is a call only if it contains nothing else: JSON like Llama 3's, or a
-    list of Python calls like Llama 4's. Marks may be special tokens, so decode the text with
-    special tokens. Calls in a thought, before `</think>`, are ignored.
+    Without marks, a response is a call only if it contains nothing else: JSON as Llama 3 writes it,
+    or a list of Python calls as Llama 4 writes it. Marks may be special tokens, so decode the text
+    with special tokens. Calls in a thought, before `</think>`, are ignored.
 
     Args:
         text: The response, decoded with special tokens.
@@ -93,7 +95,7 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
             schemas convert them to numbers, lists and so on.
 
     Raises:
-        ToolError: a call has none of these forms, is cut off, gives an argument twice, or is
+        ToolError: a call has none of these formats, is cut off, repeats an argument, or is
             ambiguous.
     """
     return split_tool_calls(text, tools)[1]
@@ -102,20 +104,20 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
 def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
     """Split a response into the text before its first tool call, and the calls.
 
-    Arguments and errors are those of `parse_tool_calls`.
+    See `parse_tool_calls` for the arguments and errors.
     """
-    if bare := _bare_calls(text):
-        return "", bare
-    thought, tag, rest = text.partition("</think>")
-    is_opened = thought.lstrip().startswith("<think>")
-    if not tag and not is_opened:
+    if bare_calls := _bare_calls(text):
+        return "", bare_calls
+    thought, tag, remainder = text.partition("</think>")
+    opens_thought = thought.lstrip().startswith("<think>")
+    if not tag and not opens_thought:
         return _split(text, 0, tools)
-    if not is_opened and not _can_split(thought, tools):
-        # If `</think>` is part of an argument, the whole response parses. Otherwise the prompt has
-        # opened the thought, and the thought mentions a mark.
+    if not opens_thought and not _can_split(thought, tools):
+        # If `</think>` is part of an argument, the whole response parses. Otherwise the prompt
+        # opened the thought, and the thought contains a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
-    return _split(text, len(text) - len(rest), tools)
+    return _split(text, len(text) - len(remainder), tools)
 
 
 def _can_split(text: str, tools: Tools) -> bool:
@@ -125,23 +127,23 @@ def _can_split(text: str, tools: Tools) -> bool:
     return False
 
 
-def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
-    """Split a response like `split_tool_calls`, ignoring calls before `begin`."""
-    if bare := _bare_calls(text[begin:]):
-        return text[:begin], bare
-    calls, offset, first, can_end_early = [], begin, None, False
+def _split(text: str, start: int, tools: Tools) -> tuple[str, list[ToolCall]]:
+    """Split a response like `split_tool_calls`, ignoring calls before `start`."""
+    if bare_calls := _bare_calls(text[start:]):
+        return text[:start], bare_calls
+    calls, offset, first_mark, can_end_early = [], start, None, False
     while True:
         mark = _MARK.search(text, offset)
-        # If a value contains tags like those of the call, the call may have been closed too early.
-        # The real closing tags are then left over.
+        # If a value contains the same tags as the call, the call may have been closed too early.
+        # The real closing tags then remain.
         if can_end_early and _STRAY.search(text[offset : mark.start() if mark else len(text)]):
             raise ToolError("a tool call is ambiguous: its tags also occur in a value")
         if mark is None:
-            return text[:first], calls
-        first = mark.start() if first is None else first
-        can_end_early = text.startswith("<function=", _behind_space(text, mark.end()))
-        more, offset = _calls_at(text, mark.end(), MARKS[mark[0]], tools)
-        calls += more
+            return text[:first_mark], calls
+        first_mark = mark.start() if first_mark is None else first_mark
+        can_end_early = text.startswith("<function=", _skip_space(text, mark.end()))
+        new_calls, offset = _parse_calls(text, mark.end(), MARKS[mark[0]], tools)
+        calls += new_calls
 
 
 def _bare_calls(text: str) -> list[ToolCall]:
@@ -149,53 +151,53 @@ def _bare_calls(text: str) -> list[ToolCall]:
     objects = []
     if text.startswith(("{", "[")):
         with suppress(ToolError):
-            objects, end = _objects_at(text, 0)
+            objects, end = _parse_objects(text, 0)
             objects = objects if end == len(text) else []
     for item in objects:
         keys = set(item) if isinstance(item, dict) else set()
         if "name" not in keys or not keys & {"arguments", "parameters"}:
-            return []  # JSON that is no call, although it may have a `name`
-    return [_call(item) for item in objects]
+            return []  # not a call, although the JSON may have a `name`
+    return [_to_tool_call(item) for item in objects]
 
 
-async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
+async def call(tools: Sequence[Tool], tool_call: ToolCall) -> str:
     """Run the tool that a call names, and return its result.
 
-    The use of the tool is passed to the callback `heard`, also if it fails.
+    The callback `on_tool_use` gets the use of the tool, also if the call fails.
 
     Raises:
         ToolError: there is no such tool, its arguments are invalid, or the tool raises it.
     """
-    begin, error = time.perf_counter(), None
+    started_at, error = time.perf_counter(), None
     try:
-        return await _answer(tools, asked)
+        return await _run_tool(tools, tool_call)
     except BaseException as failure:
         error = text_of(failure) or type(failure).__name__
         raise
     finally:
-        heard.get()(ToolUse(asked.name, time.perf_counter() - begin, error))
+        on_tool_use.get()(ToolUse(tool_call.name, time.perf_counter() - started_at, error))
 
 
-async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
-    named = {tool.__name__: tool for tool in tools}
-    if asked.name not in named:
-        raise ToolError(f"there is no tool {asked.name}; there are: {', '.join(named)}")
-    tool = named[asked.name]
+async def _run_tool(tools: Sequence[Tool], tool_call: ToolCall) -> str:
+    tools_by_name = {tool.__name__: tool for tool in tools}
+    if tool_call.name not in tools_by_name:
+        raise ToolError(f"there is no tool {tool_call.name}; there are: {', '.join(tools_by_name)}")
+    tool = tools_by_name[tool_call.name]
 
     @wraps(tool)
-    async def answered(*args: Any, **kwargs: Any) -> str:
+    async def run_validated(*args: Any, **kwargs: Any) -> str:
         try:
             return await tool(*args, **kwargs)
-        except pydantic.ValidationError as error:  # an error inside the tool, not the model's
-            raise RuntimeError(f"{asked.name}: {error}") from error
+        except pydantic.ValidationError as error:  # an error inside the tool, not of the model
+            raise RuntimeError(f"{tool_call.name}: {error}") from error
 
     try:
-        return await pydantic.validate_call(answered)(**asked.arguments)
+        return await pydantic.validate_call(run_validated)(**tool_call.arguments)
     except pydantic.ValidationError as error:
-        wrong = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()
         )
-        raise ToolError(f"{asked.name}: {wrong}") from None
+        raise ToolError(f"{tool_call.name}: {problems}") from None
 
 
 async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
@@ -206,77 +208,81 @@ async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
     try:
         calls = parse_tool_calls(response, tools)
     except ToolError as error:
-        heard.get()(ToolUse("", 0.0, str(error)))
+        on_tool_use.get()(ToolUse("", 0.0, str(error)))
         return [f"error: {error}"]
-    answers = []
+    results = []
     for tool_call in calls:
         try:
-            answers.append(await call(tools, tool_call))
+            results.append(await call(tools, tool_call))
         except ToolError as error:
-            answers.append(f"error: {error}")
-    return answers
+            results.append(f"error: {error}")
+    return results
 
 
-def _calls_at(text: str, offset: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Parse the calls after an opening mark; return them and the offset after the closing mark."""
-    offset = _behind_space(text, offset)
+def _parse_calls(text: str, offset: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Parse the calls after an opening mark. Return them and the offset after the closing mark."""
+    offset = _skip_space(text, offset)
     if text.startswith("<function=", offset):
-        objects, offset = _functions_at(text, offset, tools)
-    elif named := _NAMED.match(text, offset):
-        arguments, offset = _json_at(text, named.end(), f"the arguments of {named[1]} are")
-        objects = [{"name": named[1], "arguments": arguments}]
+        objects, offset = _parse_functions(text, offset, tools)
+    elif name_match := _NAME.match(text, offset):
+        arguments, offset = _parse_json(
+            text, name_match.end(), f"the arguments of {name_match[1]} are"
+        )
+        objects = [{"name": name_match[1], "arguments": arguments}]
     else:
-        objects, offset = _objects_at(text, offset)
-    offset = _behind_space(text, offset)
+        objects, offset = _parse_objects(text, offset)
+    offset = _skip_space(text, offset)
     if closing and text.startswith(closing, offset):
         offset += len(closing)
     elif offset < len(text) and not _MARK.match(text, offset):
         raise ToolError(f"a tool call ends with {closing or 'its arguments'}: {text[offset:]:.100}")
-    return [_call(item) for item in objects], offset
+    return [_to_tool_call(item) for item in objects], offset
 
 
-def _functions_at(text: str, offset: int, tools: Tools) -> tuple[list[Any], int]:
+def _parse_functions(text: str, offset: int, tools: Tools) -> tuple[list[Any], int]:
     """Parse calls in Qwen3-Coder's format."""
     objects: list[Any] = []
     while function := _FUNCTION.match(text, offset):
         name, offset, arguments = function[1], function.end(), {}
         while parameter := _PARAMETER.match(text, offset):
-            begin, key = parameter.end(), parameter[1]
-            end = _VALUE_END.search(text, begin)
+            value_start, key = parameter.end(), parameter[1]
+            end = _VALUE_END.search(text, value_start)
             if end is None:
                 raise ToolError(f"the argument {key} of {name} does not end with </parameter>")
             if key in arguments:
                 raise ToolError(f"the argument {key} of {name} is given twice")
-            arguments[key], offset = text[begin : end.start()], end.end()
+            arguments[key], offset = text[value_start : end.start()], end.end()
         if not text.startswith("</function>", offset):
             raise ToolError(f"the call of {name} does not end with </function>")
-        offset = _behind_space(text, offset + len("</function>"))
-        objects.append({"name": name, "arguments": _typed(arguments, _parameters(name, tools))})
+        offset = _skip_space(text, offset + len("</function>"))
+        objects.append(
+            {"name": name, "arguments": _convert_types(arguments, _parameter_schemas(name, tools))}
+        )
     return objects, offset
 
 
-def _objects_at(text: str, offset: int) -> tuple[list[Any], int]:
-    """Parse a JSON object, a list of these, or a list of Python calls. Return a list of objects."""
+def _parse_objects(text: str, offset: int) -> tuple[list[Any], int]:
+    """Parse a JSON object, a list of objects, or a list of Python calls, into a list of objects."""
     try:
-        value, end = _json_at(text, offset, "a tool call is")
+        value, end = _parse_json(text, offset, "a tool call is")
         return (value if isinstance(value, list) else [value]), end
     except ToolError:
         if (end := _end_of_list(text, offset)) is not None:
-            with suppress(*_NO_PYTHON):
+            with suppress(*_PYTHON_ERRORS):
                 match ast.parse(text[offset:end], mode="eval").body:
                     case ast.List(elts=calls) if all(isinstance(node, ast.Call) for node in calls):
-                        return [_of_python(node) for node in calls], end  # pyright: ignore
+                        return [_python_call(node) for node in calls], end  # pyright: ignore
         raise
 
 
-def _json_at(text: str, offset: int, what: str) -> tuple[Any, int]:
+def _parse_json(text: str, offset: int, subject: str) -> tuple[Any, int]:
     try:
-        return json.JSONDecoder(object_pairs_hook=_no_key_twice).raw_decode(text, offset)
+        return json.JSONDecoder(object_pairs_hook=_refuse_repeated_keys).raw_decode(text, offset)
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"{what} not JSON: {error}") from None
+        raise ToolError(f"{subject} not JSON: {error}") from None
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError(f"a key is given twice: {', '.join(key for key, _ in pairs):.100}")
@@ -284,10 +290,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_of_list(text: str, offset: int) -> int | None:
-    """Return the end of the Python list that begins at `offset`.
-
-    The result is None if the list is incomplete.
-    """
+    """Return the end of the Python list that starts at `offset`, or None if it is incomplete."""
     depth = 0
     for part in _PYTHON.finditer(text, offset) if text.startswith("[", offset) else ():
         if part["unclosed"]:
@@ -299,11 +302,11 @@ def _end_of_list(text: str, offset: int) -> int | None:
     return None
 
 
-def _behind_space(text: str, offset: int) -> int:
+def _skip_space(text: str, offset: int) -> int:
     return _SPACE.match(text, offset).end()  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _of_python(call: ast.Call) -> dict[str, Any]:
+def _python_call(call: ast.Call) -> dict[str, Any]:
     names = [keyword.arg for keyword in call.keywords]
     if call.args or not all(names):
         raise ToolError(f"arguments of a tool call have names: {ast.unparse(call):.100}")
@@ -321,46 +324,50 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    """Return the JSON schemas of a tool's arguments. They are empty if the tool is unknown."""
+def _parameter_schemas(name: str, tools: Tools) -> Mapping[str, Any]:
+    """Return the JSON schemas of a tool's arguments. Empty if the tool is unknown."""
     for tool in tools:
         if isinstance(tool, Mapping):
-            described = tool.get("function", tool)
-            if described.get("name") == name:
-                return (described.get("parameters") or {}).get("properties", {})
+            schema = tool.get("function", tool)
+            if schema.get("name") == name:
+                return (schema.get("parameters") or {}).get("properties", {})
         elif tool.__name__ == name:
             return pydantic.TypeAdapter(cast(Any, tool)).json_schema().get("properties", {})
     return {}
 
 
-def _typed(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arguments that were written as plain text to the types of their schemas."""
-    typed: dict[str, Any] = dict(arguments)
+def _convert_types(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert arguments from plain text to the types in their schemas."""
+    values: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():
         schema = schemas.get(name, {})
-        kinds = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
-        kinds = {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
-        if not kinds or "string" in kinds:
+        types = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
+        types = {
+            name
+            for type_names in types
+            for name in ([type_names] if isinstance(type_names, str) else type_names)
+        }
+        if not types or "string" in types:
             continue
-        for read in (ast.literal_eval, json.loads):
-            with suppress(*_NO_PYTHON):
-                typed[name] = read(text)
-    return typed
+        for parse in (ast.literal_eval, json.loads):
+            with suppress(*_PYTHON_ERRORS):
+                values[name] = parse(text)
+    return values
 
 
-def _call(value: Any) -> ToolCall:
+def _to_tool_call(value: Any) -> ToolCall:
     arguments = None
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote the arguments
-            what, text = f"the arguments of {value['name']} are", arguments.strip()
-            arguments, end = _json_at(text, 0, what)
+            subject, text = f"the arguments of {value['name']} are", arguments.strip()
+            arguments, end = _parse_json(text, 0, subject)
             if end < len(text):
-                raise ToolError(f"{what} not JSON alone: {text[end:]:.100}")
+                raise ToolError(f"{subject} not JSON alone: {text[end:]:.100}")
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
     try:  # convert to plain JSON values
-        written = json.dumps([value["name"], arguments], ensure_ascii=False, allow_nan=False)
-        return ToolCall(*json.loads(written.encode()))
+        encoded = json.dumps([value["name"], arguments], ensure_ascii=False, allow_nan=False)
+        return ToolCall(*json.loads(encoded.encode()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolError(f"a tool call has a value that JSON cannot hold: {error}") from None

@@ -1,13 +1,13 @@
-"""Runs one Python program in a sandbox. A standalone script that needs only the standard library.
+"""Run one Python program in a sandbox. This script needs only the standard library.
 
-    python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
+    python -I -S jail.py < jail.json     (the fields of `Jail` as a JSON object)
 
-The program gets its own Linux namespaces. None of them needs root:
+The program gets its own Linux namespaces, which need no root:
 
 - processes: processes that the program leaves behind are killed with it;
 - mounts: its root is an empty file system in memory, with Python and the system's libraries
   read-only;
-- network: there is none;
+- network: none;
 - users: it runs as nobody, without capabilities;
 - System V IPC.
 
@@ -24,8 +24,8 @@ Three processes take part:
   neither trace it nor take its files, and process 1 ignores the signals of its own namespace.
 - the program, which can call off its parent-death signal, for example by calling exec in a thread.
 
-The first line of JSON in the file descriptor `report` counts: `{"status": the status of waitpid,
-"timed_out": bool}`, or `{"failed": reason}` if the host does not support the sandbox.
+Only the first line of JSON in the file descriptor `report` counts: `{"status": the status of
+waitpid, "timed_out": bool}`, or `{"failed": reason}` if the host does not support the sandbox.
 
 Reasons against bubblewrap (bwrap 0.8 was tried): it maps a single user. If root starts it, as in
 most containers, the sandboxed program is root outside the sandbox, and the kernel applies no limit
@@ -49,8 +49,8 @@ from typing import NamedTuple, NoReturn
 
 NOBODY = 65534
 NEW_ROOT = "/sys"
-"""Mount point of the program's root: a folder that every Linux has and that contains no Python."""
-ROOM = NEW_ROOT + "/room"
+"""Mount point of the program's root. Every Linux has this folder, and it contains no Python."""
+PROGRAM_ROOT = NEW_ROOT + "/room"
 """The program's `/`. It is a chroot below the new root, because the kernel refuses user namespaces
 to chrooted processes. Most attacks on the kernel need user namespaces."""
 HOME = "/sandbox"
@@ -76,8 +76,8 @@ X32 = 0x40000000
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 SYS_PIVOT_ROOT = (155, 41)
-REFUSED = {
-    # These allocate memory outside of address spaces and files, so that no limit applies.
+REFUSED_CALLS = {
+    # These allocate memory outside of address spaces and files, where no limit applies.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -104,8 +104,8 @@ REFUSED = {
     "keyctl": (250, 219),
 }
 """Refused system calls, with their numbers on each machine of MACHINES."""
-OPENS_SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
-"""System calls that are refused for other families than FAMILIES, likewise."""
+SOCKET_CALLS = {"socket": (41, 198), "socketpair": (53, 199)}
+"""System calls that are allowed only for FAMILIES, with their numbers on each machine."""
 FAMILIES = (1, 2, 10)
 """Allowed socket families: AF_UNIX, AF_INET, AF_INET6. Others are refused because some, such as
 AF_VSOCK of virtual machines, belong to no network namespace."""
@@ -125,11 +125,11 @@ class Jail(NamedTuple):
     processes: int
     """Maximum number of concurrent processes and threads."""
     file_bytes: int
-    """Maximum size of all files together."""
+    """Maximum total size of all files."""
     files: int
     """Maximum number of files, and of open file descriptors of a process."""
     readable: tuple[str, ...]
-    """Folders to read and import from, besides Python's own."""
+    """Additional folders to read and import from."""
 
 
 def main(jail: Jail) -> None:
@@ -137,7 +137,7 @@ def main(jail: Jail) -> None:
     os.set_inheritable(jail.report, False)
     _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
     try:
-        _leave_namespaces()
+        _enter_namespaces()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
         init = os.fork()
     except OSError as error:
@@ -145,11 +145,13 @@ def main(jail: Jail) -> None:
         return
     if init == 0:
         _run_as_init(jail)
-    received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)
+    signal_info = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)
     with suppress(ProcessLookupError):
-        os.kill(init, signal.SIGKILL)  # its namespaces die with it
+        os.kill(init, signal.SIGKILL)  # this also ends its namespaces
     _, status = os.waitpid(init, 0)
-    _report(jail, {"status": status, "timed_out": received is None})  # unless init has reported
+    _report(
+        jail, {"status": status, "timed_out": signal_info is None}
+    )  # ignored if init has reported
 
 
 def _run_as_init(jail: Jail) -> NoReturn:
@@ -157,40 +159,40 @@ def _run_as_init(jail: Jail) -> NoReturn:
     try:
         os.setsid()
         _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could be called by the program
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the program could trigger a Python handler
         program = os.fork()
         if program == 0:
-            _become(jail)
-        ended = status = 0
-        while ended != program:
-            ended, status = os.waitpid(-1, 0)
+            _exec_program(jail)
+        pid = status = 0
+        while pid != program:
+            pid, status = os.waitpid(-1, 0)
         _report(jail, {"status": status, "timed_out": False})
     except (OSError, ValueError) as error:  # setrlimit raises ValueError
         _report(jail, {"failed": str(error)})
     os._exit(0)
 
 
-def _leave_namespaces() -> None:
-    """Enter new namespaces, with root's capabilities in these until the program starts."""
-    ready, unshared = os.pipe()
+def _enter_namespaces() -> None:
+    """Enter new namespaces, and keep root's capabilities in them until the program starts."""
+    read_end, write_end = os.pipe()
     supervisor = os.getpid()
     helper = os.fork()
-    # A helper process outside the namespaces writes the user maps. Inside, this process no longer
-    # knows its own ids. Also, only root outside may map two users.
+    # A helper process outside the namespaces writes the user maps, because inside this process no
+    # longer knows its own ids, and because only root outside may map two users.
     if helper == 0:
-        os.close(unshared)
-        os.read(ready, 1)
+        os.close(write_end)
+        os.read(read_end, 1)
         code = 1
         with suppress(OSError):
             _map_users(supervisor)
             code = 0
         os._exit(code)
-    os.close(ready)
+    os.close(read_end)
     flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     try:
         _check(_libc.unshare(flags), "unshare")
     finally:
-        os.close(unshared)
+        os.close(write_end)
         _, status = os.waitpid(helper, 0)
     if status:
         raise OSError("the users of a new namespace cannot be mapped in /proc/PID/uid_map")
@@ -199,20 +201,20 @@ def _leave_namespaces() -> None:
 def _map_users(supervisor: int) -> None:
     """Map nobody inside the namespace to the calling user, or to nobody if that user is root."""
     user, group = os.geteuid(), os.getegid()
-    with_root = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
+    root_line = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
     if user != 0:
         _write(f"/proc/{supervisor}/setgroups", "deny")
     outside_user, outside_group = (NOBODY, NOBODY) if user == 0 else (user, group)
-    _write(f"/proc/{supervisor}/uid_map", f"{NOBODY} {outside_user} 1{with_root}")
-    _write(f"/proc/{supervisor}/gid_map", f"{NOBODY} {outside_group} 1{with_root}")
+    _write(f"/proc/{supervisor}/uid_map", f"{NOBODY} {outside_user} 1{root_line}")
+    _write(f"/proc/{supervisor}/gid_map", f"{NOBODY} {outside_group} 1{root_line}")
 
 
-def _become(jail: Jail) -> NoReturn:
+def _exec_program(jail: Jail) -> NoReturn:
     """Build the program's root, enter it, apply the limits and exec the program."""
     with suppress(OSError):  # let the OOM killer pick this process, not the caller
         _write("/proc/self/oom_score_adj", "1000")
     prefixes = (sys.base_prefix, sys.base_exec_prefix)
-    _build_room((*SYSTEM, *prefixes, *jail.readable), jail)
+    _enter_program_root((*SYSTEM, *prefixes, *jail.readable), jail)
     _write("program.py", jail.program)
     limits = {
         resource.RLIMIT_AS: jail.memory_bytes,
@@ -220,10 +222,11 @@ def _become(jail: Jail) -> NoReturn:
         resource.RLIMIT_NOFILE: jail.files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NPROC: jail.processes + 2 * (os.geteuid() != 0),  # supervisor and init
-        resource.RLIMIT_SIGPENDING: jail.files,  # timers too; the caller may be the same user
+        # This bounds timers too. The caller may be the same user.
+        resource.RLIMIT_SIGPENDING: jail.files,
     }
-    for limit, most in limits.items():
-        resource.setrlimit(limit, (most, most))
+    for limit, maximum in limits.items():
+        resource.setrlimit(limit, (maximum, maximum))
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -262,27 +265,30 @@ def _refuse_system_calls() -> None:
     """Install a seccomp filter against REFUSED, sockets outside FAMILIES, foreign ABIs and x32."""
     machine = _machine()
     refuse = (BPF_RETURN, 0, 0, SECCOMP_RET_ERRNO | errno.EPERM)
-    steps = [
+    instructions = [
         (BPF_LOAD, 0, 0, ARCHITECTURE),
         (BPF_IS_EQUAL, 1, 0, AUDIT_ARCH[machine]),
         (BPF_RETURN, 0, 0, SECCOMP_RET_KILL_PROCESS),
         (BPF_LOAD, 0, 0, SYSCALL),
         *((BPF_IS_AT_LEAST, 0, 1, X32), refuse),
     ]
-    for numbers in REFUSED.values():
-        steps += [(BPF_IS_EQUAL, 0, 1, numbers[machine]), refuse]
-    socket, socketpair = (numbers[machine] for numbers in OPENS_SOCKETS.values())
-    steps += [
+    for numbers in REFUSED_CALLS.values():
+        instructions += [(BPF_IS_EQUAL, 0, 1, numbers[machine]), refuse]
+    socket, socketpair = (numbers[machine] for numbers in SOCKET_CALLS.values())
+    instructions += [
         (BPF_IS_EQUAL, 1, 0, socket),
         (BPF_IS_EQUAL, 0, len(FAMILIES) + 2, socketpair),
         (BPF_LOAD, 0, 0, FIRST_ARGUMENT),
-        *((BPF_IS_EQUAL, left, 0, each) for left, each in zip((3, 2, 1), FAMILIES, strict=True)),
+        *(
+            (BPF_IS_EQUAL, jump, 0, family)
+            for jump, family in zip((3, 2, 1), FAMILIES, strict=True)
+        ),
         refuse,
         (BPF_RETURN, 0, 0, SECCOMP_RET_ALLOW),
     ]
-    program = _Program(len(steps), (_Instruction * len(steps))(*steps))
-    done = _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
-    _check(done, "prctl(PR_SET_SECCOMP)")
+    program = _Program(len(instructions), (_Instruction * len(instructions))(*instructions))
+    result = _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+    _check(result, "prctl(PR_SET_SECCOMP)")
 
 
 def _machine() -> int:
@@ -293,43 +299,43 @@ def _machine() -> int:
     return MACHINES.index(name)
 
 
-def _build_room(paths: Iterable[str], jail: Jail) -> None:
-    """Mount a root with these paths, read-only, and an empty home; enter it and chdir to home."""
+def _enter_program_root(paths: Iterable[str], jail: Jail) -> None:
+    """Mount a read-only root with these paths and an empty home, and enter it."""
     _mount("", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for path in sorted(set(paths), key=len):  # parents first: they include their subfolders
-        if os.path.lexists(ROOM + path):
+    for path in sorted(set(paths), key=len):  # parents first, because they include their subfolders
+        if os.path.lexists(PROGRAM_ROOT + path):
             continue
         if os.path.islink(path):  # /bin is usr/bin
-            os.makedirs(os.path.dirname(ROOM + path), exist_ok=True)
-            os.symlink(os.readlink(path), ROOM + path)
+            os.makedirs(os.path.dirname(PROGRAM_ROOT + path), exist_ok=True)
+            os.symlink(os.readlink(path), PROGRAM_ROOT + path)
         elif os.path.exists(path):
-            _show(path)
-            _make_read_only(ROOM + path)
+            _bind_mount(path)
+            _make_read_only(PROGRAM_ROOT + path)
     for path in DEVICES:
-        _show(path)
-    os.mkdir(ROOM + HOME)
+        _bind_mount(path)
+    os.mkdir(PROGRAM_ROOT + HOME)
     size = f"size={jail.file_bytes},nr_inodes={jail.files},mode=700,uid={NOBODY},gid={NOBODY}"
-    _mount("tmpfs", ROOM + HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    if not os.path.exists(ROOM + "/tmp"):  # a readable folder may be in /tmp
-        os.symlink(HOME, ROOM + "/tmp")
+    _mount("tmpfs", PROGRAM_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
+    if not os.path.exists(PROGRAM_ROOT + "/tmp"):  # a readable folder may be in /tmp
+        os.symlink(HOME, PROGRAM_ROOT + "/tmp")
     _mount("", NEW_ROOT, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(NEW_ROOT)
     _check(_libc.syscall(SYS_PIVOT_ROOT[_machine()], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "umount2")
-    os.chroot(ROOM.removeprefix(NEW_ROOT))
+    os.chroot(PROGRAM_ROOT.removeprefix(NEW_ROOT))
     os.chdir(HOME)
 
 
-def _show(path: str) -> None:
+def _bind_mount(path: str) -> None:
     """Bind-mount a path of the host into the root, with all mounts below it."""
-    there = ROOM + path
+    target = PROGRAM_ROOT + path
     if os.path.isdir(path):
-        os.makedirs(there, exist_ok=True)
+        os.makedirs(target, exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(there), exist_ok=True)
-        _write(there, "")
-    _mount(path, there, None, MS_BIND | MS_REC)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _write(target, "")
+    _mount(path, target, None, MS_BIND | MS_REC)
 
 
 class _MountAttributes(ctypes.Structure):
@@ -338,12 +344,12 @@ class _MountAttributes(ctypes.Structure):
 
 def _make_read_only(path: str) -> None:
     """Make a path read-only, with all mounts below it. A remount would not change these mounts."""
-    wanted = _MountAttributes(set=MS_RDONLY | MS_NOSUID | MS_NODEV)
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    done = _libc.syscall(
-        SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), AT_RECURSIVE, ctypes.byref(wanted), size
+    attributes = _MountAttributes(set=MS_RDONLY | MS_NOSUID | MS_NODEV)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    result = _libc.syscall(
+        SYS_MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), AT_RECURSIVE, ctypes.byref(attributes), size
     )
-    _check(done, f"mount_setattr {path}")
+    _check(result, f"mount_setattr {path}")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:

@@ -1,7 +1,7 @@
 """Sandboxed execution of a model's Python code.
 
 Each program runs under a supervisor process, the script `jail.py`. A program needs a slot in
-`_turns`. Tasks of all event loops of this process poll for a free slot.
+`_slots`. Tasks in all event loops of this process poll for a free slot.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """Result of a program."""
 
     output: str
     """Interleaved stdout and stderr, truncated to the limit."""
     exit_code: int | None
-    """Exit code of the program. If a signal killed the program, it is the negative signal number.
+    """Exit code of the program. The negative signal number if a signal killed the program.
     None means that the time limit ended the program."""
     is_cut: bool = False
-    """True if output was truncated."""
+    """True if the output was truncated."""
 
 
-LOOK_EVERY_S = 0.02
-_turns: dict[int, threading.BoundedSemaphore] = {}
-"""Semaphore of this process for each concurrency limit. All sandboxes with this limit share it,
+POLL_S = 0.02
+_slots: dict[int, threading.BoundedSemaphore] = {}
+"""Semaphore for each concurrency limit. All sandboxes of this process with this limit share it,
 because each episode may create a sandbox. It is not an asyncio semaphore, because synchronous
 methods run in separate event loops."""
-_lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
+_pollers: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
-"""Semaphore for each event loop and concurrency limit. It bounds the tasks that poll `_turns`. An
+"""Semaphore for each event loop and concurrency limit. It bounds the tasks that poll `_slots`. An
 entry exists while one of its programs runs or waits."""
 
 
@@ -83,16 +83,15 @@ class PythonSandbox:
         """Store the limits. Nothing is started yet.
 
         Args:
-            time_limit_s: Wall-clock limit of a program, in seconds; waiting for a slot does not
-                count.
-            memory_mb: Address space of each process in MB; exceeding it raises MemoryError.
+            time_limit_s: Wall-clock limit of a program, in seconds, without the wait for a slot.
+            memory_mb: Address space of each process in MB. Exceeding it raises MemoryError.
             processes: Maximum number of concurrent processes and threads.
-            file_mb: Total size of the program's files in MB. The files are in memory, too.
+            file_mb: Total size of the program's files in MB. The files are kept in memory.
             files: Maximum number of files, and of open file descriptors.
             max_output_chars: Maximum length of the output in characters. The rest is dropped.
-            readable: Folders to read and import from, besides Python's own. If the caller is root,
+            readable: Additional folders to read and import from. If the caller is root,
                 the folders must be readable for all users.
-            at_once: Maximum number of concurrent programs in this process; further programs wait.
+            at_once: Maximum number of concurrent programs in this process. Further programs wait.
                 All sandboxes with the same number share this limit. None means one program per
                 core.
         """
@@ -115,35 +114,35 @@ class PythonSandbox:
         Args:
             code: The program. Print what you want to see.
         """
-        ran = await self.run(code)
-        output = ran.output + ("\n... (cut)" if ran.is_cut else "")
-        if ran.exit_code is None:
+        result = await self.run(code)
+        output = result.output + ("\n... (cut)" if result.is_cut else "")
+        if result.exit_code is None:
             return f"{output}\nended after {self._time_limit_s:g} s: the time limit".lstrip()
-        if ran.exit_code < 0:
-            return f"{output}\nended by a signal: {signal.strsignal(-ran.exit_code)}".lstrip()
+        if result.exit_code < 0:
+            return f"{output}\nended by a signal: {signal.strsignal(-result.exit_code)}".lstrip()
         return output or "(it printed nothing)"
 
-    async def run(self, code: str) -> Ran:
+    async def run(self, code: str) -> ProgramResult:
         """Run a program until it ends, times out, or the caller is cancelled.
 
         Raises:
             SandboxError: the host does not support the sandbox.
         """
         key = asyncio.get_running_loop(), self._at_once
-        turns = _turns.setdefault(self._at_once, threading.BoundedSemaphore(self._at_once))
-        async with _lines.setdefault(key, asyncio.Semaphore(self._at_once)):
-            while not turns.acquire(blocking=False):
-                await asyncio.sleep(LOOK_EVERY_S)
+        slots = _slots.setdefault(self._at_once, threading.BoundedSemaphore(self._at_once))
+        async with _pollers.setdefault(key, asyncio.Semaphore(self._at_once)):
+            while not slots.acquire(blocking=False):
+                await asyncio.sleep(POLL_S)
             try:
                 return await self._run(code)
             finally:
-                turns.release()
+                slots.release()
 
-    async def _run(self, code: str) -> Ran:
+    async def _run(self, code: str) -> ProgramResult:
         if sys.platform != "linux":
             raise SandboxError(f"there is no sandbox on {sys.platform}. {REMEDY}")
-        reading, report = os.pipe()
-        with open(reading) as lines:
+        read_end, report = os.pipe()
+        with open(read_end) as report_file:
             try:
                 process = await asyncio.create_subprocess_exec(
                     os.path.realpath(sys.executable),
@@ -153,36 +152,38 @@ class PythonSandbox:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=(report,),
                     env={},
-                    start_new_session=True,  # Ctrl-C must not kill it: the run itself ends it
+                    start_new_session=True,  # the run itself ends it, so Ctrl-C must not kill it
                 )
             finally:
                 os.close(report)
             request = self._limits | {"program": code, "report": report}
             try:
-                output, is_cut = await self._talk(process, json.dumps(request))
+                output, is_cut = await self._exchange(process, json.dumps(request))
             finally:
                 if process.returncode is None:
                     with suppress(ProcessLookupError):
                         process.terminate()
                     await process.wait()
-            result = json.loads(lines.readline() or '{"failed": "its supervisor was killed"}')
+            result = json.loads(report_file.readline() or '{"failed": "its supervisor was killed"}')
         if "failed" in result:
             raise SandboxError(f"{result['failed']}. {REMEDY}")
-        ended = os.waitstatus_to_exitcode(result["status"])
-        return Ran(output, None if result["timed_out"] else ended, is_cut)
+        exit_code = os.waitstatus_to_exitcode(result["status"])
+        return ProgramResult(output, None if result["timed_out"] else exit_code, is_cut)
 
-    async def _talk(self, process: asyncio.subprocess.Process, request: str) -> tuple[str, bool]:
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, request: str
+    ) -> tuple[str, bool]:
         """Send the program, and return its output and whether the output was truncated."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(ConnectionError):  # the supervisor failed to start; its report says why
+        with suppress(ConnectionError):  # the supervisor failed to start; its report has the reason
             process.stdin.write(request.encode())
             await process.stdin.drain()
         process.stdin.close()
-        # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.
-        output, room = bytearray(), 4 * self._max_output_chars + 4
+        # UTF-8 takes up to 4 bytes per character. 4 more show whether the output exceeds the limit.
+        output, max_bytes = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
-            output += piece[: room - len(output)]
+            output += piece[: max_bytes - len(output)]
         await process.wait()
         text = output.decode(errors="replace")
         return text[: self._max_output_chars], len(text) > self._max_output_chars

@@ -1,4 +1,4 @@
-"""Trainers, one per recipe; each is a Ray Train TorchTrainer."""
+"""Trainers, one per recipe. Each is a Ray Train TorchTrainer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
     """Create the trainer of a config's recipe.
 
     Args:
-        config: The whole run config.
+        config: The run config.
         arguments: Keyword arguments of `RecipeTrainer`.
     """
     return _TRAINERS[type(config)](config, **arguments)

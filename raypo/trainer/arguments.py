@@ -30,24 +30,24 @@ from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
 from raypo.trainer.given_rows import Rows, check_rows
-from raypo.translation.foreign_settings import RECIPES, of_trl
+from raypo.translation.foreign_settings import RECIPES, trl_source
 from raypo.translation.run_file import translate
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 GIVEN = "given in Python"
-"""Placeholder in a config for rows and models that are not written yet."""
+"""Placeholder in a config for rows and models that are not yet written to files."""
 LORA_KEYS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
 """Key below `model.lora` for each field of peft's LoraConfig."""
 _LORA_IGNORED = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
 """Fields of peft's LoraConfig that do not change the training."""
-BLOCK = 1 << 24
-"""Bytes of a model's file that are hashed at a time."""
+HASH_BLOCK_BYTES = 1 << 24
+"""Number of bytes of a file that are hashed at a time."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a trainer other than its config, as described in `RecipeTrainer.__init__`."""
+    """Arguments of a trainer, except its config. `RecipeTrainer.__init__` describes them."""
 
     model: Any = None
     args: object = None
@@ -63,8 +63,8 @@ class Arguments:
 
 
 @dataclass
-class Given(Generic[AnyConfig]):
-    """A config, and the Python objects that it cannot hold."""
+class TrainerInput(Generic[AnyConfig]):
+    """Config of a trainer, and the Python objects that a config cannot hold."""
 
     config: AnyConfig
     reward_fn: RewardFunction | None
@@ -74,15 +74,15 @@ class Given(Generic[AnyConfig]):
     models: dict[str, tuple[Any, Any]]
     """Model and tokenizer to save into the run's folder, by config key."""
     is_built: bool
-    """True if the config comes from arguments and not from a file or a config object."""
+    """True if the config was built from arguments, not given as a file or a config object."""
     report: tuple[str, ...] = ()
-    """Lines on the use of each field of TRL's config."""
+    """Lines about the use of each field of a TRL config."""
 
 
 def read_arguments(
     config_class: type[AnyConfig], config: object, arguments: Arguments, *, preset: str | None
-) -> Given[AnyConfig]:
-    """Convert a trainer's arguments to a config and the Python objects that it cannot hold.
+) -> TrainerInput[AnyConfig]:
+    """Convert a trainer's arguments to a config and the Python objects that a config cannot hold.
 
     Args:
         config_class: Config class of the recipe.
@@ -93,14 +93,14 @@ def read_arguments(
     Raises:
         ConfigError: an argument is wrong, or has no effect.
     """
-    config, arguments, report = _with_trl(config_class, config, arguments)
+    config, arguments, report = _translate_trl(config_class, config, arguments)
     if config is not None and arguments.args is not None:
         raise ConfigError(
             f"args ({type(arguments.args).__name__}): the first argument is a config already. Give "
             f"one of the two; both take a config, a mapping or the path of a run file."
         )
     config = arguments.args if config is None else config
-    values, origin = _values(config, config_class)
+    values, origin = _nested_values(config, config_class)
     if preset and not {"preset", "advantage"} & (values.get("ppo") or {}).keys():
         put(values, "ppo.preset", preset)
     if arguments.processing_class is not None and not hasattr(
@@ -113,52 +113,52 @@ def read_arguments(
         )
     models = _set_models(values, config_class, arguments)
     if arguments.peft_config is not None:
-        put(values, "model.lora", _lora_of(arguments.peft_config))
+        put(values, "model.lora", _lora_values(arguments.peft_config))
     rows = _set_rows(values, config_class, arguments)
     reward_fn = _set_rewards(values, config_class, arguments)
     callbacks = _set_callbacks(values, () if arguments.callbacks is None else arguments.callbacks)
     if arguments.model is not None:
         path = str(getattr(arguments.model, "name_or_path", arguments.model))
         recipe = config_class.model_fields["recipe"].default
-        valid = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("._-")
-        values.setdefault("name", f"{valid or 'model'}-{recipe}")
+        valid_name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("._-")
+        values.setdefault("name", f"{valid_name or 'model'}-{recipe}")
     is_built = config is None or isinstance(config, Mapping)
     for name, key in (("model", "model.policy"), ("train_dataset", "data.prompts")):
-        section, _, last = key.partition(".")
-        if is_built and last not in (values.get(section) or {}):
+        section, _, key_name = key.partition(".")
+        if is_built and key_name not in (values.get(section) or {}):
             raise ConfigError(f"{name} (None): is required. Give {name}, or {key} in args.")
-    made = config_class.parse(values, origin=origin)
-    is_gdpo = isinstance(made, PPOConfig) and made.ppo.advantage == "gdpo"
+    parsed_config = config_class.parse(values, origin=origin)
+    is_gdpo = isinstance(parsed_config, PPOConfig) and parsed_config.ppo.advantage == "gdpo"
     if is_gdpo and isinstance(reward_fn, WeightedSum) and set(reward_fn.weights) != {1.0}:
         raise ConfigError(
             f"reward_weights ({reward_fn.weights}): weight the score, but ppo.advantage: gdpo "
             "trains on the parts of the score. Leave them out, and set ppo.part_weights."
         )
-    return Given(made, reward_fn, callbacks, rows, models, is_built, report)
+    return TrainerInput(parsed_config, reward_fn, callbacks, rows, models, is_built, report)
 
 
-def kind_of_trl(value: object) -> str:
-    """Return the name of TRL's config class that an object has, or an empty string."""
+def trl_class_name(value: object) -> str:
+    """Return the name of an object's TRL config class, or an empty string."""
     if isinstance(value, BaseModel) or not hasattr(value, "to_dict"):
         return ""
     return next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in RECIPES), "")
 
 
-def _with_trl(
+def _translate_trl(
     config_class: type[RecipeConfig], config: object, arguments: Arguments
 ) -> tuple[object, Arguments, tuple[str, ...]]:
     """Translate a config object of TRL. Keys of `config` take precedence over its fields.
 
     Returns:
-        The nested keys, the other arguments, and a report on the fields. Without such an object,
-        the config and the arguments are unchanged.
+        The nested keys, the other arguments, and a report about the fields. Without a TRL config,
+        config and arguments are unchanged.
 
     Raises:
-        ConfigError: a field is refused, or decides what is learned and is not known.
+        ConfigError: a field is refused, or it decides what is learned and has no known value.
     """
-    if kind_of_trl(config) and arguments.args is None:
+    if trl_class_name(config) and arguments.args is None:
         config, arguments = None, replace(arguments, args=config)
-    if not kind_of_trl(arguments.args):
+    if not trl_class_name(arguments.args):
         return config, arguments, ()
     args: Any = arguments.args
     name = f"args ({type(args).__name__})"
@@ -172,41 +172,49 @@ def _with_trl(
     if weights is not None and arguments.reward_weights is None:
         arguments = replace(arguments, reward_weights=weights)
     # Batch sizes in GRPOConfig and RLOOConfig already count all processes.
-    if kind_of_trl(args) not in ("GRPOConfig", "RLOOConfig"):
+    if trl_class_name(args) not in ("GRPOConfig", "RLOOConfig"):
         fields["world_size"] = getattr(args, "world_size", 1)
-    source = of_trl(fields, name, kind_of_trl(args))
-    own = {str(key): value for key, value in flatten(config or {}).items()}
+    source = trl_source(fields, name, trl_class_name(args))
+    overrides = {str(key): value for key, value in flatten(config or {}).items()}
     if source.recipe != config_class.model_fields["recipe"].default:
         raise ConfigError(
             f"{name}: belongs to another trainer, of recipe {source.recipe}. Give the config of "
             f"TRL for {config_class.model_fields['recipe'].default}."
         )
-    elsewhere = {
+    argument_by_key = {
         "model.policy": (arguments.model,),
         "data.prompts": (arguments.train_dataset, arguments.datasets),
         "reward.function": (arguments.reward_funcs,),
     }
-    set_keys = [k for k, values in elsewhere.items() if any(v is not None for v in values)]
-    made = translate(source, given=[*set_keys, *own], rows=_count(arguments))
-    # Optional keys: `name` defaults to one made from the model's; a prompt above the default
+    set_keys = [
+        key for key, values in argument_by_key.items() if any(v is not None for v in values)
+    ]
+    translation = translate(
+        source, keys_set_elsewhere=[*set_keys, *overrides], rows=_count_rows(arguments)
+    )
+    # Optional keys: `name` defaults to a name made from the model's; a prompt above the default
     # max_prompt_tokens stops the run.
     optional = ("name", "data.max_prompt_tokens")
-    unset = {key: why for key, (value, why) in made.done.items() if str(value) == TODO}
-    if missing := [f"{key}: {why}" for key, why in unset.items() if key not in optional]:
+    unset = {key: hint for key, (value, hint) in translation.settings.items() if str(value) == TODO}
+    if missing := [f"{key}: {hint}" for key, hint in unset.items() if key not in optional]:
         raise ConfigError(
             f"{name}: does not tell these keys, which decide what is learned: "
             f"{'; '.join(missing)}. Give them as the first argument of the trainer: "
             f"{{{missing[0].partition(':')[0]!r}: ...}}."
         )
-    done = {key: value for key, value in made.done.items() if key not in unset}
-    values = nested({key: value for key, (value, _) in done.items()})
-    for key, value in own.items():
+    settings = {key: value for key, value in translation.settings.items() if key not in unset}
+    values = nested({key: value for key, (value, _) in settings.items()})
+    for key, value in overrides.items():
         put(values, key, value)
-    return values, replace(arguments, args=None), (f"{name}:", *made._replace(done=done).report())
+    return (
+        values,
+        replace(arguments, args=None),
+        (f"{name}:", *translation._replace(settings=settings).report()),
+    )
 
 
-def _count(arguments: Arguments) -> int | None:
-    """Return the number of rows in `train_dataset`, or None if it is not known."""
+def _count_rows(arguments: Arguments) -> int | None:
+    """Return the number of training rows, or None if it is unknown."""
     data = arguments.train_dataset
     if data is None:
         datasets = arguments.datasets or {}
@@ -214,7 +222,7 @@ def _count(arguments: Arguments) -> int | None:
     if isinstance(data, str | Path):
         is_file = Path(data).is_file()
         return sum(1 for _ in read_rows(str(data), key="train_dataset")) if is_file else None
-    is_lazy = hasattr(data, "materialize")  # a ray.data.Dataset, which would be executed
+    is_lazy = hasattr(data, "materialize")  # len() would execute a ray.data.Dataset
     return len(data) if isinstance(data, Sized) and not is_lazy else None
 
 
@@ -222,34 +230,34 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested values. A mapping is merged into an existing mapping."""
     if isinstance(value, BaseModel):  # a section, like PPOSection(num_epochs=2)
         value = value.model_dump(exclude_unset=True)
-    first, _, rest = key.partition(".")
-    if rest:
-        below = values.get(first)
-        values[first] = dict(below) if isinstance(below, Mapping) else {}
-        put(values[first], rest, value)
-    elif isinstance(value, Mapping) and isinstance(values.get(first), Mapping):
+    top_key, _, subkey = key.partition(".")
+    if subkey:
+        section = values.get(top_key)
+        values[top_key] = dict(section) if isinstance(section, Mapping) else {}
+        put(values[top_key], subkey, value)
+    elif isinstance(value, Mapping) and isinstance(values.get(top_key), Mapping):
         for name, entry in value.items():
-            put(values, f"{first}.{name}", entry)
+            put(values, f"{top_key}.{name}", entry)
     else:
-        values[first] = value
+        values[top_key] = value
 
 
-def _values(config: object, config_class: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
+def _nested_values(config: object, config_class: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
     """Return the nested values of a config in any form, and the prefix of error messages."""
     if isinstance(config, str | Path):
         is_file = Path(config).exists() or Path(config).suffix in (".yaml", ".yml")
         if not is_file or Path(config, "config.json").exists():
-            what = "this is a model's folder" if is_file else "there is no such run file"
+            problem = "this is a model's folder" if is_file else "there is no such run file"
             raise ConfigError(
-                f"config ({config}): {what}. Give the path of a run file, or pass the model as "
+                f"config ({config}): {problem}. Give the path of a run file, or pass the model as "
                 f"model={str(config)!r}."
             )
         return read_yaml(Path(config), ()), str(config)
     if isinstance(config, config_class):
-        whole = config.model_dump()
-        if "ppo" in whole:  # without its defaults, which would hide the preset of GRPOTrainer
-            whole["ppo"] = getattr(config, "ppo").model_dump(exclude_unset=True)  # noqa: B009
-        return whole, "config"
+        dumped = config.model_dump()
+        if "ppo" in dumped:  # without its defaults, which would hide the preset of GRPOTrainer
+            dumped["ppo"] = getattr(config, "ppo").model_dump(exclude_unset=True)  # noqa: B009
+        return dumped, "config"
     if config is None or isinstance(config, Mapping):
         values: dict[str, Any] = {}
         for key, value in (config or {}).items():
@@ -257,10 +265,10 @@ def _values(config: object, config_class: type[RecipeConfig]) -> tuple[dict[str,
         return values, "args"
     name = type(config).__name__
     is_foreign = "trl" in type(config).__module__
-    of_others = f" Of TRL, raypo reads {', '.join(RECIPES)}." if is_foreign else ""
+    hint = f" Of TRL, raypo reads {', '.join(RECIPES)}." if is_foreign else ""
     raise ConfigError(
         f"config ({name}): must be a {config_class.__name__}, a mapping of its keys like "
-        f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_others}'
+        f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{hint}'
     )
 
 
@@ -305,38 +313,48 @@ def _check_model(model: Any, name: str, tokenizer: Any) -> None:
 
 
 def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer other than that of `model.policy`, because a run loads that one."""
+    """Refuse a tokenizer that differs from the one in `model.policy`, which the run loads."""
     policy = str((values.get("model") or {}).get("policy") or "")
     if not policy:
-        return  # its absence is refused later
-    own = str(getattr(tokenizer, "name_or_path", ""))
-    if own and own != policy and Path(own).absolute() != Path(policy).absolute():
+        return  # a missing policy is refused later
+    tokenizer_path = str(getattr(tokenizer, "name_or_path", ""))
+    if (
+        tokenizer_path
+        and tokenizer_path != policy
+        and Path(tokenizer_path).absolute() != Path(policy).absolute()
+    ):
         raise ConfigError(
-            f"processing_class ({own}): a run loads the tokenizer from model.policy ({policy}). "
-            "Save model and tokenizer to one folder, or give the model as an object."
+            f"processing_class ({tokenizer_path}): a run loads the tokenizer from model.policy "
+            f"({policy}). Save model and tokenizer to one folder, or give the model as an object."
         )
     from raypo.models.loading import load_tokenizer
 
     loaded = load_tokenizer(policy)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor contains its tokenizer
     names = ("chat_template", "bos_token", "eos_token")
-    differing = [n for n in names if getattr(tokenizer, n, None) != getattr(loaded, n, None)]
+    differing = [
+        name for name in names if getattr(tokenizer, name, None) != getattr(loaded, name, None)
+    ]
     # Scripts add a padding token, which raypo does not need.
-    pad = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
+    padding_tokens = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
     tokens, loaded_tokens = (
-        {n: t for n, t in getattr(source, "added_tokens_decoder", {}).items() if str(t) not in pad}
+        {
+            name: token
+            for name, token in getattr(source, "added_tokens_decoder", {}).items()
+            if str(token) not in padding_tokens
+        }
         for source in (tokenizer, loaded)
     )
     differing += ["added_tokens_decoder"] * (tokens != loaded_tokens)
     if differing:
         raise ConfigError(
-            f"processing_class ({own}): its {differing[0]} is not that of the tokenizer in "
-            f"model.policy ({policy}), which a run loads. Save it there "
+            f"processing_class ({tokenizer_path}): its {differing[0]} differs from the tokenizer "
+            f"in model.policy ({policy}), which a run loads. Save it there "
             "(tokenizer.save_pretrained), or give the model as an object."
         )
 
 
-def _lora_of(peft_config: Any) -> dict[str, Any]:
+def _lora_values(peft_config: Any) -> dict[str, Any]:
     """Convert peft's LoraConfig to the keys below `model.lora`."""
     if isinstance(peft_config, Mapping):
         return dict(peft_config)
@@ -347,9 +365,9 @@ def _lora_of(peft_config: Any) -> dict[str, Any]:
             f"peft_config ({type(peft_config).__name__}): raypo trains only LoRA adapters. Give a "
             "LoraConfig, or a mapping like {'rank': 16, 'alpha': 32}."
         )
-    usual, values = LoraConfig().to_dict(), peft_config.to_dict()
+    defaults, values = LoraConfig().to_dict(), peft_config.to_dict()
     for name in values.keys() - LORA_KEYS.keys() - _LORA_IGNORED:
-        if values[name] != usual.get(name) and values[name] not in (None, [], {}):
+        if values[name] != defaults.get(name) and values[name] not in (None, [], {}):
             raise ConfigError(
                 f"peft_config.{name} ({values[name]!r}): raypo supports r, lora_alpha and "
                 "target_modules, without dropout. Leave it out."
@@ -361,7 +379,7 @@ def _lora_of(peft_config: Any) -> dict[str, Any]:
         )
     modules = values["target_modules"]
     values["target_modules"] = modules if isinstance(modules, str) else sorted(modules)
-    return {ours: values[theirs] for theirs, ours in LORA_KEYS.items()}
+    return {raypo_key: values[peft_key] for peft_key, raypo_key in LORA_KEYS.items()}
 
 
 def _set_rows(
@@ -392,8 +410,8 @@ def _set_rows(
 def _set_callbacks(values: dict[str, Any], argument: Any) -> tuple[Callable[..., Any], ...]:
     """Set the key `callbacks` to the given import paths, and return the given functions."""
     callbacks = argument if isinstance(argument, list | tuple) else [argument]
-    if named := [callback for callback in callbacks if isinstance(callback, str)]:
-        put(values, "callbacks", named)
+    if import_paths := [callback for callback in callbacks if isinstance(callback, str)]:
+        put(values, "callbacks", import_paths)
     functions = tuple(callback for callback in callbacks if not isinstance(callback, str))
     for function in functions:
         check_callable(function, name=function_name(function), key="callbacks")
@@ -403,9 +421,9 @@ def _set_callbacks(values: dict[str, Any], argument: Any) -> tuple[Callable[...,
 def _set_rewards(
     values: dict[str, Any], config_class: type[RecipeConfig], arguments: Arguments
 ) -> RewardFunction | None:
-    """Set the config keys of the rewards, and return the reward function that they cannot hold.
+    """Set the config keys of the rewards. Return a reward function that a config cannot hold.
 
-    Several functions become one, their weighted sum. A single import path is stored in the config.
+    Several functions become their weighted sum. A single import path is stored in the config.
     """
     funcs = arguments.reward_funcs
     all_funcs = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
@@ -428,25 +446,25 @@ def _set_rewards(
             f"reward_weights ({weights}): weights must be finite numbers. Correct them."
         )
     functions: list[Any] = []
-    factors: list[float] = []
+    function_weights: list[float] = []
     models: list[dict[str, Any]] = []
     for function, weight in zip(all_funcs, weights, strict=True):
         if isinstance(function, str) and not is_import_path(function):
             models.append({"path": function, "weight": weight})
             continue
-        functions.append(_checked(function))
-        factors.append(weight)
+        functions.append(_check_reward_function(function))
+        function_weights.append(weight)
     if models:
         put(values, "model.reward", models)
-    if functions and (len(functions) > 1 or factors != [1.0]):
-        return WeightedSum(functions, factors)
+    if functions and (len(functions) > 1 or function_weights != [1.0]):
+        return WeightedSum(functions, function_weights)
     if functions and isinstance(functions[0], str):
         put(values, "reward.function", functions[0])
         return None
     return functions[0] if functions else None
 
 
-def _checked(function: Any) -> Any:
+def _check_reward_function(function: Any) -> Any:
     """Check a reward function, and return it. An import path gets the absolute path of its file."""
     if isinstance(function, str):
         return absolute_function(function, Path.cwd())
@@ -470,7 +488,7 @@ def with_models(config: AnyConfig, models: Mapping[str, tuple[Any, Any]]) -> Any
     """
     values = config.model_dump()
     for key, (model, tokenizer) in models.items():
-        from raypo.models.model_folder import ModelFolder, follow_umask  # here: it imports torch
+        from raypo.models.model_folder import ModelFolder, follow_umask  # imports torch
 
         if is_uri(config.storage_path):
             raise ConfigError(
@@ -480,21 +498,21 @@ def with_models(config: AnyConfig, models: Mapping[str, tuple[Any, Any]]) -> Any
         folder = RunFiles(config.storage_path, config.name).folder / GIVEN_MODELS
         temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
         generation_config = getattr(model, "generation_config", None)
-        saved = ModelFolder.of(model.name_or_path, model.config, generation_config, key=key)
-        saved.for_saving(model).save_pretrained(temporary)
+        files = ModelFolder.of(model.name_or_path, model.config, generation_config, key=key)
+        files.for_saving(model).save_pretrained(temporary)
         follow_umask(temporary)
-        saved.write_others(temporary)
+        files.write_others(temporary)
         tokenizer.save_pretrained(temporary)
         digest = xxhash.xxh3_64()
         for file in sorted(path for path in temporary.rglob("*") if path.is_file()):
             digest.update(str(file.relative_to(temporary)).encode())
-            with file.open("rb") as opened:
-                while block := opened.read(BLOCK):
+            with file.open("rb") as file_handle:
+                while block := file_handle.read(HASH_BLOCK_BYTES):
                     digest.update(block)
-        final = folder / f"{key}-{digest.hexdigest()}"
-        if final.exists():
+        model_folder = folder / f"{key}-{digest.hexdigest()}"
+        if model_folder.exists():
             shutil.rmtree(temporary)
         else:
-            temporary.rename(final)
-        put(values, key, str(final))
+            temporary.rename(model_folder)
+        put(values, key, str(model_folder))
     return type(config).parse(values, origin="trainer") if models else config

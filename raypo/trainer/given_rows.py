@@ -1,9 +1,8 @@
-"""Rows that a script passes to a trainer. They are written to files that the config then names.
+"""Rows that a script passes to a trainer. They are written to files, which the config then names.
 
-The files are in the run's folder. A Ray Data set is executed once, while its rows are written; its
-rows are never all in memory at once. The learner workers read the files like any others. The order
-of the rows therefore depends neither on the number of workers nor on how Ray schedules the data
-set's tasks.
+The files are in the run's folder. A Ray Data set is executed once, while its rows are written one
+by one. The learner workers read the files like any other files. The order of the rows therefore
+depends neither on the number of workers nor on how Ray schedules the data set's tasks.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Rows = Any
 """A `ray.data.Dataset`, or a sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
 
 
-def check_rows(kind: type[RecipeConfig], rows_by_key: Mapping[str, Rows]) -> None:
+def check_rows(config_class: type[RecipeConfig], rows_by_key: Mapping[str, Rows]) -> None:
     """Refuse rows for an unknown key, and iterators, which can be read only once.
 
     Raises:
         ConfigError: a key or its rows are refused.
     """
-    keys = [key for key in marked_keys(kind, PATH) if key.startswith(("data.", "eval."))]
+    keys = [key for key in marked_keys(config_class, PATH) if key.startswith(("data.", "eval."))]
     for key, rows in rows_by_key.items():
         if key not in keys:
             raise ConfigError(
@@ -48,7 +47,7 @@ def check_rows(kind: type[RecipeConfig], rows_by_key: Mapping[str, Rows]) -> Non
             )
 
 
-_DICTS_OF_TABLES = {
+_ROW_METHODS = {
     "pandas": 'to_dict("records")',
     "polars": "to_dicts()",
     "pyarrow": "to_pylist()",
@@ -57,14 +56,14 @@ _DICTS_OF_TABLES = {
 
 
 def _remedy(key: str, rows: Rows) -> str | None:
-    """Return how to pass rows of an unsupported type. The result is None for a supported one."""
+    """Return how to pass rows of an unsupported type, or None for a supported type."""
     if isinstance(rows, str):
         return f"Name files and data sets in the config: {key}."
     if isinstance(rows, Mapping):
         splits = [repr(name) for name in rows]
         return f"Pass one of its values, like [{splits[0]}]." if splits else "This one is empty."
-    if call := _DICTS_OF_TABLES.get(type(rows).__module__.partition(".")[0]):
-        return f"Pass its rows as dicts: {call}."
+    if method := _ROW_METHODS.get(type(rows).__module__.partition(".")[0]):
+        return f"Pass its rows as dicts: {method}."
     if is_ray_data(rows) or hasattr(rows, "__len__"):
         return None
     return (
@@ -99,7 +98,7 @@ def with_rows(config: AnyConfig, rows_by_key: Mapping[str, Rows]) -> AnyConfig:
         section, _, name = key.partition(".")
         if is_ray_data(rows):
             connect(config.cluster)
-            with _in_order(rows):
+            with _preserve_order(rows):
                 values[section][name] = _write(key, rows.iter_rows(), files)
         else:
             values[section][name] = _write(key, rows, files)
@@ -108,14 +107,14 @@ def with_rows(config: AnyConfig, rows_by_key: Mapping[str, Rows]) -> AnyConfig:
 
 
 @contextmanager
-def _in_order(dataset: Any) -> Iterator[None]:
-    """Make a Ray Data set yield its blocks in its own order, not as their tasks finish."""
+def _preserve_order(dataset: Any) -> Iterator[None]:
+    """Make a Ray Data set yield its blocks in their order, not in the order of completion."""
     options = dataset.context.execution_options
-    earlier, options.preserve_order = options.preserve_order, True
+    previous, options.preserve_order = options.preserve_order, True
     try:
         yield
     finally:
-        options.preserve_order = earlier
+        options.preserve_order = previous
 
 
 def _write(key: str, rows: Iterable[Any], files: RunFiles) -> str:
@@ -126,7 +125,7 @@ def _write(key: str, rows: Iterable[Any], files: RunFiles) -> str:
     content = xxhash.xxh3_64()
     try:
         with temporary.open("wb") as file:
-            for line in _lines(key, rows):
+            for line in _json_lines(key, rows):
                 file.write(line)
                 content.update(line)
             if not file.tell():
@@ -138,15 +137,15 @@ def _write(key: str, rows: Iterable[Any], files: RunFiles) -> str:
     return below(files.location, GIVEN_ROWS, name)
 
 
-def _lines(key: str, rows: Iterable[Any]) -> Iterator[bytes]:
-    for number, row in enumerate(rows, start=1):
+def _json_lines(key: str, rows: Iterable[Any]) -> Iterator[bytes]:
+    for row_number, row in enumerate(rows, start=1):
         try:
             yield json.dumps(dict(row), ensure_ascii=False, default=_plain).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{key} (given in Python): row {number} cannot be written as JSON: {error}. Rows "
-                "must be mappings that contain texts, numbers, lists and mappings; leave other "
-                "columns out."
+                f"{key} (given in Python): row {row_number} cannot be written as JSON: {error}. "
+                "Rows must be mappings that contain texts, numbers, lists and mappings; leave "
+                "other columns out."
             ) from None
 
 
@@ -154,4 +153,4 @@ def _plain(value: Any) -> Any:
     """Convert NumPy values to lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is in it")
+    raise TypeError(f"it contains a {type(value).__name__}")

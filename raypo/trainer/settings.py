@@ -1,4 +1,4 @@
-"""Python arguments of a trainer, merged into the run config; the arguments take precedence."""
+"""Merge the Python arguments of a trainer into the run config. The arguments take precedence."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _REFUSED = {
         "the current weights between two steps. Set eval.every, and give held-out rows as "
         "datasets={'eval': ...} or eval.prompts."
     ),
-    "metadata": "Ray Train cannot store it. Keep it beside the run folder.",
+    "metadata": "Ray Train cannot store it. Keep it next to the run folder.",
     "resume_from_checkpoint": (
         "a run resumes automatically from the last checkpoint in its folder. Give the "
         "storage_path and name of the run."
     ),
 }
-"""Remedy for each argument of TorchTrainer that would have no effect, by argument."""
-_RENAMED = {
+"""Remedies for the arguments of TorchTrainer that would have no effect, by argument."""
+_FOREIGN = {
     "compute_metrics": "use callbacks, which are functions of a StepView that return metrics.",
     "data_collator": "rows are packed by raypo. Leave it out.",
     "optimizers": "the learner section configures AdamW and its schedule. Leave it out.",
@@ -67,7 +67,7 @@ _RENAMED = {
     "tokenizer": "it is called processing_class.",
     "value_model": "set model.critic in args to its folder or hub id.",
 }
-"""Remedy for each argument that trainers of TRL or of earlier raypo versions have, by argument."""
+"""Remedies for arguments of TRL's trainers and of earlier raypo versions, by argument."""
 
 
 def check_arguments(
@@ -75,7 +75,7 @@ def check_arguments(
     run: RunConfig | None,
     torch_trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse arguments that would have no effect; TorchTrainer refuses most unknown ones itself.
+    """Refuse arguments that would have no effect. TorchTrainer itself refuses most unknown ones.
 
     Raises:
         ConfigError: an argument would have no effect.
@@ -83,8 +83,8 @@ def check_arguments(
     for name, value in torch_trainer_arguments.items():
         if name in _REFUSED and value is not None:
             raise ConfigError(f"{name} ({type(value).__name__}): {_REFUSED[name]}")
-        if name in _RENAMED:
-            raise ConfigError(f"{name}: is not an argument of raypo's trainers; {_RENAMED[name]}")
+        if name in _FOREIGN:
+            raise ConfigError(f"{name}: is not an argument of raypo's trainers; {_FOREIGN[name]}")
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs only on CPUs and GPUs. Leave it out."
@@ -100,7 +100,7 @@ def check_arguments(
 def check_not_started_by_import() -> None:
     """Refuse a file that starts a run when it is imported, because the run itself imports it.
 
-    The check before the start imports it first, so that no worker does.
+    The check before the start imports the file first, so that no worker does.
 
     Raises:
         ConfigError: this process is importing a function or class of a config.
@@ -121,14 +121,14 @@ def resolve(
     """Merge a trainer's Python arguments into the config, and validate the result as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
-        values["learner"]["num_workers"] = _without_the_critics(scaling.max_workers, config)
+        values["learner"]["num_workers"] = _policy_workers(scaling.max_workers, config)
         values["learner"]["min_workers"] = (
             scaling.min_workers if scaling.elasticity_enabled else None
         )
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
-        values["placement"]["label_selector"] = _labels(config, scaling)
+        values["placement"]["label_selector"] = _worker_labels(config, scaling)
         resources: Any = scaling.resources_per_worker or {}
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
@@ -152,7 +152,7 @@ def resolve(
     return type(config).parse(values, origin="trainer")
 
 
-def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
+def _worker_labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
     """Return `placement.label_selector` with the labels of Ray's scaling config."""
     configured = vars(config)["placement"].label_selector
     argument = scaling.label_selector or {}
@@ -163,55 +163,57 @@ def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
             "a selector cannot apply to one worker only. Give one mapping for all workers; "
             "placement.label_selector has a selector for each role."
         )
-    kind = scaling.accelerator_type
-    labels = {**selectors[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
+    accelerator = scaling.accelerator_type
+    labels = {**selectors[0], **({ACCELERATOR_LABEL: accelerator} if accelerator else {})}
     if not labels:
         return configured
     is_by_role = any(isinstance(selector, dict) for selector in configured.values())
     return {**configured, "learner": labels} if is_by_role else labels
 
 
-def _without_the_critics(count: int, config: Any) -> int:
-    """Return `learner.num_workers`, given the number of all workers in Ray's scaling config.
+def _policy_workers(count: int, config: Any) -> int:
+    """Return `learner.num_workers` for the total number of workers in Ray's scaling config.
 
-    Ray's number includes `learner.critic_workers`.
+    The total includes `learner.critic_workers`.
     """
-    apart = config.learner.total_workers - config.learner.num_workers
-    if count <= apart:
+    critic_workers = config.learner.total_workers - config.learner.num_workers
+    if count <= critic_workers:
         raise ConfigError(
-            f"ScalingConfig.num_workers ({count}): counts all learner workers, and {apart} of them "
-            f"hold only the critic (learner.critic_workers). Set it to {apart + 1} or more, or "
-            f"learner.critic_workers to 0."
+            f"ScalingConfig.num_workers ({count}): counts all learner workers, and "
+            f"{critic_workers} of them hold only the critic (learner.critic_workers). Set it to "
+            f"{critic_workers + 1} or more, or learner.critic_workers to 0."
         )
-    return count - apart
+    return count - critic_workers
 
 
 def _function_name(function: RewardFunction) -> str:
-    if isinstance(function, WeightedSum):  # exists only in the script that created it
+    if isinstance(
+        function, WeightedSum
+    ):  # a weighted sum exists only in the script that created it
         terms = zip(function.weights, function.names, strict=True)
-        named = [name if weight == 1 else f"{weight:g} * {name}" for weight, name in terms]
-        return f"__main__:{' + '.join(named)}"
+        term_names = [name if weight == 1 else f"{weight:g} * {name}" for weight, name in terms]
+        return f"__main__:{' + '.join(term_names)}"
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{module}:{name}"
 
 
 def scaling_of(config: Any, scaling_config: ScalingConfig | None) -> ScalingConfig:
-    """Return Ray's scaling config for the resolved config; its other fields stay."""
+    """Return Ray's scaling config with the values of the resolved config."""
     learner = config.learner
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
         check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
     count = learner.total_workers
-    wanted = (learner.min_workers, count) if learner.is_elastic else count
-    scaling = scaling_config or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
+    num_workers = (learner.min_workers, count) if learner.is_elastic else count
+    scaling = scaling_config or ScalingConfig(num_workers=num_workers, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker
         or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
         label_selector=config.placement.labels_of("learner") or None,
-        accelerator_type=None,  # now in the label selector, which also covers dedicated roles
+        accelerator_type=None,  # replaced by the label selector, which also covers dedicated roles
     )
 
 
@@ -237,7 +239,7 @@ def _has_gpus(config: RecipeConfig) -> bool:
 
 
 def run_config_of(config: Any, run_config: RunConfig | None) -> RunConfig:
-    """Return Ray's run config for the resolved config; its other fields stay."""
+    """Return Ray's run config with the values of the resolved config."""
     run = run_config or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit

@@ -77,7 +77,7 @@ from raypo.storage.retries import StorageError
 from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles, close_files
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
-from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
+from raypo.trainer.arguments import Arguments, TrainerInput, read_arguments, with_models
 from raypo.trainer.given_rows import Rows, with_rows
 from raypo.trainer.settings import (
     check_arguments,
@@ -93,7 +93,7 @@ from raypo.trainer.watch import (
     is_lost_controller,
     show_events,
     stop_on_signal,
-    told_briefly,
+    with_user_frames,
 )
 from raypo.trainer.watchdog import Watchdog
 
@@ -103,7 +103,7 @@ _QUIET = ("ray", "raypo")
 """Packages whose Ray Train callbacks print nothing for the user."""
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
-_HABITS = {
+_HUGGING_FACE_METHODS = {
     "train": "Call fit(): it starts or resumes the run, and returns Ray Train's Result.",
     "save_model": "A run saves the model itself: its folder has policy/.",
     "save_pretrained": "A run saves the model itself: its folder has policy/.",
@@ -111,11 +111,11 @@ _HABITS = {
     "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
     "add_callback": "Give callbacks=[function] to the trainer.",
 }
-"""Alternative to each method of Hugging Face's trainers, by method."""
+"""Alternatives to the methods of Hugging Face's trainers, by method."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
-    """A recipe as a `ray.train.torch.TorchTrainer`: the same arguments and the same Result.
+    """Trainer of a recipe: a `ray.train.torch.TorchTrainer` with the same arguments and Result.
 
     Python arguments take precedence over the config, and are recorded in the resolved config.
     """
@@ -128,7 +128,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
-        *others: Any,
+        *positional: Any,
         model: Any = None,
         args: Any = None,
         train_dataset: Rows | str | Path | None = None,
@@ -152,12 +152,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
                 `model` to `callbacks` also set config keys, and are enough without a config.
-            others: Other positional arguments are refused.
+            positional: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
             args: Alternative name of `config`, or a config object of TRL: GRPOConfig, SFTConfig,
                 DPOConfig or RewardConfig. Keys of a mapping in `config` take precedence over its
-                fields; `fit` prints what became of them.
+                fields; `fit` prints how each field was translated.
             train_dataset: `data.prompts`: a path or hub id, or rows as in `datasets`.
             eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
             reward_funcs: For recipes that sample: one or several reward functions, whose scores are
@@ -190,7 +190,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 the resolved config names the files. A Ray Data set is executed once for that.
             fresh: Whether `fit` removes an existing run and starts over.
             notes: Notes of `raypo.checks.input_checks.check_inputs` on this config, from a caller
-                that has just checked it. None checks it here.
+                that has just checked it. None means to check it here.
             torch_trainer_arguments: Only `torch_config` is accepted. Other arguments of
                 TorchTrainer are refused, because they would have no effect.
 
@@ -198,10 +198,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
         check_not_started_by_import()
-        kind: Any = type(self).config_class
-        if others:
+        config_class: Any = type(self).config_class
+        if positional:
             raise ConfigError(
-                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the "
+                f"{type(self).__name__} ({1 + len(positional)} positional arguments): only the "
                 "config may be positional. Write model=..., reward_funcs=..., args=..., "
                 "train_dataset=..."
             )
@@ -219,23 +219,27 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             callbacks=callbacks,
             datasets=datasets,
         )
-        given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
-        self._given, self._fresh, self._notes = given, fresh, notes
-        self._reward_fn = given.reward_fn
+        trainer_input: TrainerInput[Any] = read_arguments(
+            config_class, config, arguments, preset=type(self).preset
+        )
+        self._input, self._fresh, self._notes = trainer_input, fresh, notes
+        self._reward_fn = trainer_input.reward_fn
         self.arguments_of_trials: dict[str, Any] = {
-            "reward_funcs": given.reward_fn,
-            "callbacks": given.callbacks,
+            "reward_funcs": trainer_input.reward_fn,
+            "callbacks": trainer_input.callbacks,
             "scaling_config": scaling_config,
             **torch_trainer_arguments,
         }
         """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
-        resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        checked = self._checked(resolved)
+        resolved_config: Any = resolve(
+            trainer_input.config, scaling_config, run_config, self._reward_fn
+        )
+        checked_config = self._checked(resolved_config)
         with self._without_leftovers():
-            scaling = scaling_of(checked, scaling_config)
+            scaling = scaling_of(checked_config, scaling_config)
             if not scaling.use_gpu:
-                check_kernels(checked)
-        self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
+                check_kernels(checked_config)
+        self.config: AnyConfig = checked_config.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
         torch_config = torch_trainer_arguments.get("torch_config")
@@ -252,7 +256,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         def __getattr__(self, name: str) -> Any:
             """Refuse methods of Hugging Face's trainers, and name their counterparts."""
-            remedy = _HABITS.get(name, "There is no such attribute.")
+            remedy = _HUGGING_FACE_METHODS.get(name, "There is no such attribute.")
             raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
     def fit(self) -> Result:
@@ -275,32 +279,32 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(finished_message(self._files, self.config, fresh="fresh=True"))
                 return self._with_every_step(Result.from_path(self._files.location))
             with self._without_leftovers():
-                if self._fresh:  # another trainer of this run may have removed what was given
+                if self._fresh:  # another trainer of this run may have removed the written files
                     self.config = self._with_given(self.config)
                 config: Any = self.config
                 check_disk(config)
                 check_models(config)
-            if self._given.report:
-                Console().message("\n".join(self._given.report))
-            if self._given.is_built:
+            if self._input.report:
+                Console().message("\n".join(self._input.report))
+            if self._input.is_built:
                 Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
             for note in self._notes or ():
                 Console().message(f"Note: {note}.")
-            connected_here = connect(self.config.cluster)
+            owns_connection = connect(self.config.cluster)
             try:
                 with without_worker_output():
                     return self._with_every_step(self._fit_watched())
             except WorkerGroupError as error:
-                raise told_briefly(error) from None
+                raise with_user_frames(error) from None
             finally:
-                if connected_here:
+                if owns_connection:
                     ray.shutdown()
                 recount(self._files)
                 close_files(self._files)
 
     def _title_of_config(self) -> str:
         """Return the headline of the printed config. A run file cannot hold Python functions."""
-        if self._reward_fn is None and not self._given.callbacks:
+        if self._reward_fn is None and not self._input.callbacks:
             return "The config, as a run file"
         return (
             "The config. It is only a record, because it contains functions of this script by "
@@ -308,7 +312,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _checked(self, config: Any) -> AnyConfig:
-        """Write what was given in Python, check all inputs, and set the number of steps."""
+        """Write the Python inputs to files, check all inputs, and set the number of steps."""
         with self._without_leftovers():
             config = self._with_given(config)
             if self._notes is None:
@@ -320,13 +324,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         Return the config that names their files.
         """
-        before = _given_files(config)
+        earlier_files = _files_given_in_python(config)
         try:
-            if (self._given.rows or self._given.models) and not is_uri(config.storage_path):
+            if (self._input.rows or self._input.models) and not is_uri(config.storage_path):
                 RunFiles(config.storage_path, config.name).check_writable()
-            return with_models(with_rows(config, self._given.rows), self._given.models)
+            return with_models(with_rows(config, self._input.rows), self._input.models)
         finally:
-            self._written = _given_files(config) - before
+            self._written = _files_given_in_python(config) - earlier_files
 
     @contextmanager
     def _without_leftovers(self) -> Iterator[None]:
@@ -337,7 +341,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         try:
             yield
         except ConfigError:
-            for path in sorted(self._written, reverse=True):  # files before their folder
+            for path in sorted(self._written, reverse=True):  # files before their folders
                 with suppress(OSError):  # the folder has other files
                     path.rmdir() if path.is_dir() else path.unlink()
             raise
@@ -352,7 +356,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         if self._fresh:  # not before: a start that fails until here leaves the earlier run intact
             self._files.remove(self.config.model_dump(mode="json"))
         self._files.write_config(self.config.model_dump(mode="json"))
-        accepted = record_inputs(
+        accepted_changes = record_inputs(
             self.config,
             self._files,
             resumes=has_begun(self._files),
@@ -360,8 +364,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
-        began = time.monotonic()
-        started = began - earlier_s
+        started_at = time.monotonic()
+        counted_from = started_at - earlier_s
         monitor = start_monitor(self.config.name)
         self._show_prints_of_callbacks(monitor)
         if self._use_gpu and self.config.learner.num_workers != 1:
@@ -383,9 +387,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
-            if mended := self._mend_list():
-                console.message(mended)
-            for change in accepted:
+            if repair_note := self._mend_list():
+                console.message(repair_note)
+            for change in accepted_changes:
                 console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor, console.message)
             self._wait_for_room(monitor, console.message)
@@ -393,7 +397,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 **self.config.model_dump(),
                 RUNTIME_KEY: self._runtime(monitor, dedicated),
             }
-            result = self._fit_in_thread(monitor, console, begun=began)
+            result = self._fit_in_thread(monitor, console, started_at=started_at)
             status = (result.return_value or {}).get("status", "failed")
             return result
         except KeyboardInterrupt:
@@ -402,7 +406,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         finally:
             if status == "failed":  # an incomplete checkpoint would keep a full disk full
                 self._files.clear_stages()
-            self._write_summary(status, time.monotonic() - started)
+            self._write_summary(status, time.monotonic() - counted_from)
             verdict = learned(self._files) if status == "finished" else ""
             console.close(status, (self._files.summary() or {}).get("wall_s"), verdict)
             ray.kill(monitor)
@@ -446,7 +450,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
 
     def _mend_list(self) -> str | None:
-        """Call `mend_list` for the folder that Ray Train uses: in pbt that of a segment."""
+        """Call `mend_list` for Ray Train's folder, which in pbt is the folder of a segment."""
         run: Any = self.run_config
         return mend_list(RunFiles(run.storage_path, run.name))
 
@@ -461,21 +465,23 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             monitor=monitor,
             group_gc=self._group_gc,
             reward_fn=self._reward_fn,
-            callbacks=self._given.callbacks,
+            callbacks=self._input.callbacks,
             decide=decide_for_gpus,
             dedicated=dedicated.handles,
         )
 
-    def _fit_in_thread(self, monitor: ActorHandle, console: Console, *, begun: float) -> Result:
+    def _fit_in_thread(
+        self, monitor: ActorHandle, console: Console, *, started_at: float
+    ) -> Result:
         """Run Ray Train in a thread and show the workers' events until it ends.
 
         Args:
             monitor: The run's monitor.
             console: Console for the events.
-            begun: Time from which `stop.after_s` counts, on the monotonic clock.
+            started_at: Time from which `stop.after_s` counts, on the monotonic clock.
         """
         after_s = self.config.stop.after_s
-        deadline = math.inf if after_s is None else begun + after_s
+        deadline = math.inf if after_s is None else started_at + after_s
 
         def stop() -> None:
             monitor.request_stop.remote()
@@ -529,8 +535,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 attempts, group = ray.get(monitor.end_attempt.remote())
                 if group is not None:  # everything else that the workers hold ends with them
                     remove_placement_group(group)
-                left = failures_left(self.config.max_failures, attempts)
-                if group is None or left is None:
+                remaining_failures = failures_left(self.config.max_failures, attempts)
+                if group is None or remaining_failures is None:
                     failure = ControllerError(error)
                     failure.add_note(advice(self.config.max_failures))
                     raise failure from None
@@ -539,7 +545,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 "Ray Train's controller was lost; the run resumes from its last checkpoint.",
             )
             self._wait_for_room(monitor, partial(monitor.tell.remote, "message"))
-            self._allow_failures(left)
+            self._allow_failures(remaining_failures)
 
     def _allow_failures(self, count: int) -> None:
         failure_config = self.run_config.failure_config or FailureConfig()
@@ -547,7 +553,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Return True if a sweep wants the run to end after the current step."""
+        """Return True if a sweep has requested the run's end after the current step."""
         return False
 
     def _check_cluster(self) -> None:
@@ -594,8 +600,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _recipe(self) -> Any:
         """Config with the lowest number of workers, typed as Any to suit every recipe."""
         config: Any = self.config
-        fewest = config.learner.min_workers
-        return config if fewest is None else config.with_workers(fewest)
+        min_workers = config.learner.min_workers
+        return config if min_workers is None else config.with_workers(min_workers)
 
     @property
     def worker_resources(self) -> dict[str, float]:
@@ -669,13 +675,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             Console().message(f"warning: summary.json could not be written: {error}")
 
 
-def _given_files(config: RecipeConfig) -> set[Path]:
+def _files_given_in_python(config: RecipeConfig) -> set[Path]:
     """Return the run's local folder, and the files of given rows and models below it."""
     if is_uri(config.storage_path):
         return set()
     folder = Path(config.absolute_storage_path, config.name)
-    below = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
-    paths = [folder, *below, *(path for name in below for path in name.rglob("*"))]
+    folders = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
+    paths = [folder, *folders, *(path for root in folders for path in root.rglob("*"))]
     return {path for path in paths if path.exists()}
 
 

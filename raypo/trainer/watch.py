@@ -1,4 +1,4 @@
-"""Driver-side supervision of a run: events, signals, and loss of Ray Train's controller.
+"""Supervision of a run by its driver: events, signals, and loss of Ray Train's controller.
 
 Threads: signal handlers run in the main thread. After the first signal a daemon thread polls Ray's
 head, and ends the process if the head is gone before the run has stopped.
@@ -30,21 +30,21 @@ from raypo.tracking.console import Console
 
 def show_events(console: Console, monitor: ActorHandle, on_beat: Callable[[Any], None]) -> None:
     """Print the events that workers have reported since the last call, and pass on their beats."""
-    shown = {
+    handlers = {
         "start": console.resume,
         "step": console.step,
         "phase": console.phase,
         "beat": on_beat,
     }
     for kind, content in ray.get(monitor.drain.remote(peak_memory())):
-        shown.get(kind, console.message)(content)
+        handlers.get(kind, console.message)(content)
 
 
 INTERRUPTED = 130
 """Exit status of a process that was ended by Ctrl-C."""
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 """Interval at which Ray's head is polled after the first signal."""
-FAILURES = 5
+MAX_FAILED_POLLS = 5
 """Number of consecutive failed connections after which Ray counts as gone. A busy head may refuse a
 single connection."""
 GRACE_S = 5.0
@@ -52,48 +52,51 @@ GRACE_S = 5.0
 
 
 @contextmanager
-def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` on the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt on the second.
+def stop_on_signal(request_stop: Callable[[], None]) -> Iterator[None]:
+    """Call `request_stop` on the first Ctrl-C or SIGTERM. Raise KeyboardInterrupt on the second.
 
-    A signal to the whole process group, like that of `timeout`, also ends a local Ray. After the
+    A signal to the whole process group (`timeout` sends one) also ends a local Ray. After the
     first signal a thread therefore checks that Ray's head is alive. Outside the main thread this
     context manager does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    count, is_over = 0, threading.Event()
+    num_signals, has_stopped = 0, threading.Event()
     address = ray.get_runtime_context().gcs_address
 
-    def stop(number: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
+    def stop(signal_number: int, frame: Any) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
             raise KeyboardInterrupt
-        threading.Thread(target=_end_with_ray, args=(address, is_over), daemon=True).start()
-        ask()
+        threading.Thread(target=_end_with_ray, args=(address, has_stopped), daemon=True).start()
+        request_stop()
 
-    earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, stop)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        is_over.set()
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        has_stopped.set()
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def _end_with_ray(address: str, is_over: threading.Event) -> None:
+def _end_with_ray(address: str, has_stopped: threading.Event) -> None:
     """End this process if Ray's head is gone before the run has stopped.
 
     Otherwise Ray's client would try to reach the head for 60 s, and then abort the process with a
     C++ error.
     """
     failures = 0
-    while failures < FAILURES:
+    while failures < MAX_FAILED_POLLS:
         failures = 0 if connection_error(address) is None else failures + 1
-        if is_over.wait(LOOK_EVERY_S):
+        if has_stopped.wait(POLL_S):
             return
-    if is_over.is_set():
+    if has_stopped.is_set():
         return
     Console().message(
         "Ray has ended too, for example by a signal to the whole process group, so this step "
@@ -108,28 +111,28 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
 
 
 class PrintingCallback(UserCallback):
-    """Ray Train callback of the user's whose prints are shown on the run's console.
+    """Wrapper of a user's Ray Train callback that shows its prints on the run's console.
 
     Ray Train calls it in its controller, an actor whose output raypo does not show.
     """
 
     def __init__(self, callback: UserCallback, monitor: ActorHandle) -> None:
-        """Wrap a callback; `monitor` passes its prints to the console."""
+        """Wrap a callback. `monitor` passes its prints to the console."""
         self._callback, self._monitor = callback, monitor
 
-    def after_report(self, *arguments: Any, **named: Any) -> None:
+    def after_report(self, *arguments: Any, **keywords: Any) -> None:
         """Call the callback's `after_report`."""
-        self._call(self._callback.after_report, *arguments, **named)
+        self._call(self._callback.after_report, *arguments, **keywords)
 
-    def after_exception(self, *arguments: Any, **named: Any) -> None:
+    def after_exception(self, *arguments: Any, **keywords: Any) -> None:
         """Call the callback's `after_exception`."""
-        self._call(self._callback.after_exception, *arguments, **named)
+        self._call(self._callback.after_exception, *arguments, **keywords)
 
-    def _call(self, method: Callable[..., None], *arguments: Any, **named: Any) -> None:
+    def _call(self, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         printed = io.StringIO()
         try:
             with redirect_stdout(printed):
-                method(*arguments, **named)
+                method(*arguments, **keywords)
         finally:
             for line in printed.getvalue().splitlines():
                 self._monitor.tell.remote("message", f"printed: {line}")
@@ -141,14 +144,14 @@ def is_lost_controller(error: BaseException) -> bool:
     The result is False if the controller's code raised the error because another actor died, or if
     the controller failed to start. In these cases a new controller would not help.
     """
-    may_live = isinstance(error, ActorUnavailableError)
-    return is_lost_actor(error) and not may_live and not failed_to_start(error)
+    is_unavailable = isinstance(error, ActorUnavailableError)
+    return is_lost_actor(error) and not is_unavailable and not failed_to_start(error)
 
 
 def failures_left(max_failures: int, failures: int) -> int | None:
     """Return how many more failures a run may have.
 
-    None means that the run has already had too many. -1 means no limit.
+    None means that the limit is exceeded. -1 means no limit.
 
     Args:
         max_failures: Limit as in Ray's FailureConfig. -1 means no limit.
@@ -156,12 +159,12 @@ def failures_left(max_failures: int, failures: int) -> int | None:
     """
     if max_failures == -1:
         return -1
-    left = max_failures - failures
-    return left if left >= 0 else None
+    remaining = max_failures - failures
+    return remaining if remaining >= 0 else None
 
 
-def told_briefly(error: WorkerGroupError) -> WorkerGroupError:
-    """Return the error with only the user's frames in its text, if the user's code raised it."""
+def with_user_frames(error: WorkerGroupError) -> WorkerGroupError:
+    """Return the error, reduced to the user's frames if user code raised it."""
     for failure in error.worker_failures.values():
         cause = cause_of(failure)
         if isinstance(cause, UserCodeError):
@@ -170,7 +173,7 @@ def told_briefly(error: WorkerGroupError) -> WorkerGroupError:
 
 
 def advice(max_failures: int) -> str:
-    """Return the remedy for a run that cannot go on by itself."""
+    """Return the remedy for a run that cannot continue by itself."""
     return (
         f"max_failures ({max_failures}): the process of Ray Train's controller ended, and the "
         "run either had already used up its failures or had not started. Start it again: it "

@@ -1,4 +1,4 @@
-"""Another project's arguments with its defaults, and keys that several projects compute alike."""
+"""Another project's arguments and defaults, and the keys that all translations compute alike."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from raypo.config.migration import Counterpart, rows_of
 from raypo.translation.foreign_settings import UNRESOLVED, Source
 
 Settings = dict[str, tuple[Any, str]]
-"""Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
+"""Value of each key of raypo and its origin (argument or formula), by dotted key."""
 DEFAULT = "'s default"
+"""Suffix of the origin of a value that is the other project's default."""
 KL_ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
-"""Estimator of raypo for each of verl and OpenRLHF."""
+"""raypo's KL estimator for each estimator name of verl and OpenRLHF."""
 _EMPTY = (None, False, "", "none", (), [], {})
 
 
 @cache
 def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
-    """Return the default of each argument of a project's version, by name.
+    """Return the defaults of the translated version of a project, by argument.
 
     Args:
         project: TRL, verl or OpenRLHF.
-        kind: Config class of TRL.
+        kind: Config class of TRL. Empty for the other projects.
     """
     text = files("raypo.translation").joinpath("defaults.json").read_text(encoding="utf-8")
     table = json.loads(text).get(project, {})
@@ -39,15 +40,15 @@ def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
 
 
 class ForeignArguments:
-    """Lookup of another project's arguments, which records what is used and what is left."""
+    """Another project's arguments, with a record of the arguments that the translation reads."""
 
     def __init__(self, source: Source, rows: int | None = None) -> None:
         self.project, self.kind, self.recipe = source.project, source.kind, source.recipe
         self.rows = rows
-        self._is_complete, self._all = source.is_complete, source.arguments
+        self._is_complete, self._all_arguments = source.is_complete, source.arguments
         self.defaults = defaults_of(source.project, source.kind)
         table = [*rows_of(source.project), *(rows_of("peft") if source.kind else ())]
-        self._rows = {name: row for row in table for name in row.names if "*" not in name}
+        self._counterparts = {name: row for row in table for name in row.names if "*" not in name}
         self._patterns = [(name, row) for row in table for name in row.names if "*" in name]
         self.arguments = {
             name: value
@@ -57,13 +58,13 @@ class ForeignArguments:
         self.is_dotted = any("." in name for name in source.arguments)
         """False for a command of OpenRLHF before 0.11, whose names have no dots."""
         self.used: set[str] = set()
-        self.passed: set[str] = set()
-        """Arguments that have no effect beside others, or need no key."""
+        self.ignored: set[str] = set()
+        """Arguments that have no effect next to others, or need no key."""
         self.notes: list[str] = []
-        """Lines on arguments that change learning and are left to the user."""
+        """Lines about arguments that change what is learned and that the user must translate."""
         self.minor: list[str] = []
         """Arguments that concern memory, speed or files, with their values."""
-        self.idle: list[str] = []
+        self.keyless: list[str] = []
         """Arguments that need no key in raypo, with their values."""
 
     def is_default(self, name: str, value: Any) -> bool:
@@ -71,39 +72,43 @@ class ForeignArguments:
         if name not in self.defaults:
             return False
         default = self.defaults[name]
-        is_hidden = value == f"<{name.upper()}>"  # a token, which to_dict of TRL leaves out
+        # TRL's to_dict replaces tokens by such a text.
+        is_hidden = value == f"<{name.upper()}>"
         return is_hidden or value == default or (value in _EMPTY and default in _EMPTY)
 
-    def row(self, name: str) -> Counterpart | None:
-        """Return the row of the tables for an argument."""
-        if name in self._rows:
-            return self._rows[name]
-        return next((row for pattern, row in self._patterns if fnmatchcase(name, pattern)), None)
+    def counterpart(self, name: str) -> Counterpart | None:
+        """Return the row of the migration tables for an argument."""
+        if name in self._counterparts:
+            return self._counterparts[name]
+        return next(
+            (counterpart for pattern, counterpart in self._patterns if fnmatchcase(name, pattern)),
+            None,
+        )
 
     def names(self, name: str) -> Sequence[str]:
         """Return a name and the older names of the same argument.
 
-        A row may also have several arguments. Older names are not in the table of defaults, or
-        their default is null.
+        A row of the tables may also name several arguments that exist at the same time. Older
+        names have no default, or the default null.
         """
-        row = self._rows.get(name)
-        if not row or row.is_minor or row.is_automatic:
+        counterpart = self._counterparts.get(name)
+        if not counterpart or counterpart.is_minor or counterpart.is_automatic:
             return (name,)
-        return [name, *(n for n in row.names if n != name and self.defaults.get(n) is None)]
+        return [name, *(n for n in counterpart.names if n != name and self.defaults.get(n) is None)]
 
     def has(self, name: str) -> bool:
-        """Return whether a value other than the default is given under a name or an older one."""
+        """Return whether an argument is set to a value other than its default, under any name."""
         return not self.arguments.keys().isdisjoint(self.names(name))
 
     def lacks(self, name: str) -> bool:
-        """Return whether a complete config is of a version that has no such argument."""
-        return self._is_complete and self._all.keys().isdisjoint(self.names(name))
+        """Return whether a complete config comes from a version without this argument."""
+        return self._is_complete and self._all_arguments.keys().isdisjoint(self.names(name))
 
-    def __call__(self, name: str, usual: Any = None) -> Any:
-        """Return the value given under a name or one of its older names.
+    def get(self, name: str, fallback: Any = None) -> Any:
+        """Return an argument's value, which may be set under an older name, and record the use.
 
-        If none is given, return the other project's default, or `usual` if there is none. A value
-        that could not be resolved is TODO.
+        If it is not set, return the other project's default, or `fallback` if there is none. A
+        value that could not be resolved is TODO.
         """
         for spelling in self.names(name):
             if spelling in self.arguments:
@@ -111,147 +116,155 @@ class ForeignArguments:
                 value = self.arguments[spelling]
                 return TODO if isinstance(value, str) and UNRESOLVED in value else value
         default = self.defaults.get(name)
-        return usual if default is None else default
+        return fallback if default is None else default
 
     def value(self, name: str) -> Any:
-        """Return the value of an argument without recording that it is used."""
+        """Return an argument's value or default without recording the use."""
         return self.arguments.get(name, self.defaults.get(name))
 
     def number(self, name: str) -> float:
-        """Return a number, or NaN if it is not known, and with it all that follows from it."""
-        value = self(name)
+        """Return a number. An unknown one is NaN, and so is all that is computed from it."""
+        value = self.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number else math.nan
 
     def origin(self, name: str) -> str:
-        """Return the name under which a value is given, or the name of the default."""
+        """Return the name under which a value is set, or a text that names the default."""
         spellings = (spelling for spelling in self.names(name) if spelling in self.arguments)
         return next(spellings, f"{name}{DEFAULT}")
 
-    def copy(self, done: Settings, names: dict[str, str]) -> None:
-        """Set keys of raypo to values of the same meaning, by argument."""
-        for name, key in names.items():
-            done[key] = self(name), self.origin(name)
+    def copy(self, settings: Settings, keys: dict[str, str]) -> None:
+        """Copy arguments to keys of raypo that have the same meaning (`keys`: argument to key)."""
+        for name, key in keys.items():
+            settings[key] = self.get(name), self.origin(name)
 
-    def left(self, done: Settings) -> list[str]:
-        """Return the arguments that no key and no note mentions.
+    def unmentioned(self, settings: Settings) -> list[str]:
+        """Return the arguments that neither a key nor a note mentions.
 
-        A default that a command repeats needs no mention.
+        An argument that repeats its default is not returned.
         """
-        origins = [origin for _, origin in done.values()]
-        told = "\n".join([*origins, *self.notes, *self.minor, *self.idle])
-        words = set(re.findall(r"[\w.]+", told))
+        origins = [origin for _, origin in settings.values()]
+        mentions = "\n".join([*origins, *self.notes, *self.minor, *self.keyless])
+        mentioned_names = set(re.findall(r"[\w.]+", mentions))
         return [
             name
             for name, value in self.arguments.items()
             if name not in self.used
-            or not (name in words or self.is_default(self.names(name)[0], value))
+            or not (name in mentioned_names or self.is_default(self.names(name)[0], value))
         ]
 
-    def leave(self, name: str, why: str) -> None:
-        """Leave an argument that changes learning to the user."""
-        self.notes.append(f"{self.origin(name)} ({self(name)}): {why}")
+    def leave_to_user(self, name: str, reason: str) -> None:
+        """Add a note about an argument that changes what is learned and that the user must set."""
+        self.notes.append(f"{self.origin(name)} ({self.get(name)}): {reason}")
 
-    def pass_over(self, *names: str) -> None:
-        """Mark arguments as needing no key. A name may be a pattern, like `critic.*`."""
+    def ignore(self, *names: str) -> None:
+        """Record that arguments need no key. A name may be a pattern, like `critic.*`."""
         matches = {p: [n for n in self.arguments if fnmatchcase(n, p)] for p in names if "*" in p}
         spellings = (spelling for n in names for spelling in matches.get(n) or self.names(n))
         for name in spellings:
             line = f"{name} ({self.arguments.get(name)})"
-            if name in self.arguments and line not in self.idle:
+            if name in self.arguments and line not in self.keyless:
                 self.used.add(name)
-                self.passed.add(name)
-                self.idle.append(line)
+                self.ignored.add(name)
+                self.keyless.append(line)
 
     def steps(
-        self, done: Settings, epochs: float, name: str, *, most: float = math.inf
+        self, settings: Settings, epochs: float, name: str, *, max_rows: float = math.inf
     ) -> tuple[Any, str]:
-        """Return the number of rollout batches and its origin. It is TODO if rows are not known.
+        """Return the number of rollout batches and its origin. The number is TODO if it is unknown.
 
         Args:
-            done: Settings so far. The rows of the parquet files in `data.prompts` are counted.
+            settings: Settings so far. If the number of rows is unknown, the rows of the parquet
+                files in `data.prompts` are counted.
             epochs: Passes over the rows.
             name: The argument that gives `epochs`.
-            most: Maximum number of rows that are used.
+            max_rows: Maximum number of rows that a run uses.
         """
         from pyarrow import parquet
 
-        prompts = done["rollout.prompts_per_step"][0]
-        prompt_files = done.get("data.prompts", ((),))[0]
+        prompts_per_step = settings["rollout.prompts_per_step"][0]
+        prompt_files = settings.get("data.prompts", ((),))[0]
         rows = self.rows
         if rows is None and prompt_files and prompt_files != TODO:
             with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
                 paths = [prompt_files] if isinstance(prompt_files, str) else prompt_files
                 rows = sum(parquet.read_metadata(Path(p).expanduser()).num_rows for p in paths)
-        if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
-            used = int(min(rows, most))
-            if steps := int(used // prompts * epochs):
-                return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
-        batch = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
-        at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
-        return TODO, f"{at_most} // {batch} x {or_todo(epochs, name)} of {name}"
+        if rows is not None and isinstance(prompts_per_step, int | float) and epochs == epochs:
+            used_rows = int(min(rows, max_rows))
+            if steps := int(used_rows // prompts_per_step * epochs):
+                return (
+                    steps,
+                    f"{used_rows} rows // {prompts_per_step} prompts x {epochs:g} of {name}",
+                )
+        batch_text = (
+            f"{prompts_per_step} prompts"
+            if prompts_per_step != TODO
+            else "rollout.prompts_per_step"
+        )
+        rows_text = f"min(rows, {max_rows:.0f})" if max_rows < math.inf else "rows"
+        return TODO, f"{rows_text} // {batch_text} x {or_todo(epochs, name)} of {name}"
 
-    def set_lr_schedule(self, done: Settings, name: str) -> None:
-        """Set the learning-rate schedule. It is TODO if raypo has none like it."""
-        kind, origin = str(self(name)), self.origin(name)
+    def set_lr_schedule(self, settings: Settings, name: str) -> None:
+        """Set the learning-rate schedule. It is TODO if raypo has no counterpart."""
+        kind, origin = str(self.get(name)), self.origin(name)
         schedule = kind.partition("_with_")[0]
         is_known = schedule in ("constant", "linear", "cosine") and kind != "cosine_with_restarts"
-        what = f"{origin} {kind}: constant, linear or cosine"
-        done["learner.lr_schedule"] = (schedule, origin) if is_known else (TODO, what)
+        origin_hint = f"{origin} {kind}: constant, linear or cosine"
+        settings["learner.lr_schedule"] = (schedule, origin) if is_known else (TODO, origin_hint)
 
     def set_warmup(
         self,
-        done: Settings,
+        settings: Settings,
         name: str,
         ratio: float,
-        rounded: Callable[[float], int] = math.ceil,
+        rounding: Callable[[float], int] = math.ceil,
     ) -> None:
-        """Set the warm-up to a fraction of the steps. It is TODO if one of them is not known."""
-        steps = done["num_steps"][0]
-        done["learner.lr_warmup_steps"] = (
-            rounded(ratio * steps) if isinstance(steps, int) and ratio == ratio else TODO,
+        """Set the warm-up to a fraction of the steps. It is TODO if either number is unknown."""
+        steps = settings["num_steps"][0]
+        settings["learner.lr_warmup_steps"] = (
+            rounding(ratio * steps) if isinstance(steps, int) and ratio == ratio else TODO,
             f"{or_todo(ratio)} of num_steps, {self.origin(name)}",
         )
 
-    def set_folder(self, done: Settings, name: str) -> None:
+    def set_folder(self, settings: Settings, name: str) -> None:
         """Set the run's name and the folder of runs from the path of an output folder."""
-        folder, origin = Path(str(self(name))), self.origin(name)
-        done |= {"name": (folder.name, origin), "storage_path": (str(folder.parent), origin)}
+        folder, origin = Path(str(self.get(name))), self.origin(name)
+        settings |= {"name": (folder.name, origin), "storage_path": (str(folder.parent), origin)}
 
-    def set_lora(self, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
+    def set_lora(self, settings: Settings, *, rank: str, alpha: str, modules: str) -> None:
         """Set the adapter's keys from the arguments with these names."""
-        if self(rank):  # 0 means no LoRA
-            self.copy(done, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
-            value = self(modules, "all-linear")
+        if self.get(rank):  # 0 means no LoRA
+            self.copy(settings, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
+            value = self.get(modules, "all-linear")
             value = "all-linear" if value == ["all-linear"] else value
-            words = value if isinstance(value, list) or value == "all-linear" else [value]
-            done["model.lora.target_modules"] = words, self.origin(modules)
+            target_modules = value if isinstance(value, list) or value == "all-linear" else [value]
+            settings["model.lora.target_modules"] = target_modules, self.origin(modules)
         else:
-            self.pass_over(rank, alpha, modules)
+            self.ignore(rank, alpha, modules)
 
-    def set_kl_loss(self, done: Settings, name: str, *, placement: str) -> None:
-        """Set the estimator of a KL in the loss. It is TODO if raypo has none like it."""
-        kind, origin = str(self(name)), self.origin(name)
-        done["ppo.kl.placement"] = "loss", placement
+    def set_kl_loss(self, settings: Settings, name: str, *, placement: str) -> None:
+        """Set the estimator of a KL in the loss. It is TODO if raypo has no counterpart."""
+        kind, origin = str(self.get(name)), self.origin(name)
+        settings["ppo.kl.placement"] = "loss", placement
         estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
         if kind.endswith("+") and estimator:  # verl: the gradient of k2; the value is only logged
             estimator = "k3_st" if estimator == "k3" else "k2"
-        done["ppo.kl.estimator"] = estimator, origin
+        settings["ppo.kl.estimator"] = estimator, origin
         if estimator in (None, "k1"):
-            why = "has the gradient 0 in expectation" if estimator else "is not in raypo"
-            done["ppo.kl.estimator"] = (
+            reason = "has the gradient 0 in expectation" if estimator else "is not in raypo"
+            settings["ppo.kl.estimator"] = (
                 TODO,
-                f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
+                f"{origin} {kind} {reason}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
             )
 
-    def set_workers(self, done: Settings, *, gpus: str, nodes: str) -> None:
+    def set_workers(self, settings: Settings, *, gpus: str, nodes: str) -> None:
         """Set the number of learner workers to GPUs per node x nodes, if GPUs are given."""
         if self.has(gpus):
             count = self.number(gpus) * self.number(nodes)
             origin = f"{self.origin(gpus)} x {self.origin(nodes)}"
-            done["learner.num_workers"] = or_todo(count), origin
+            settings["learner.num_workers"] = or_todo(count), origin
 
 
-def or_todo(value: float, otherwise: Any = TODO) -> Any:
-    """Return a number that was computed, or TODO if it is NaN."""
-    return otherwise if value != value else value
+def or_todo(value: float, fallback: Any = TODO) -> Any:
+    """Return a computed number, or `fallback` if it is NaN."""
+    return fallback if value != value else value

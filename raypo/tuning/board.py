@@ -37,7 +37,7 @@ class Board(Callback):
         write: Callable[[list[TrialRecord]], None] = lambda records: None,
         is_shown: bool = True,
     ) -> None:
-        """Begin with the records of earlier attempts.
+        """Start with the records of earlier attempts.
 
         Args:
             base: Run config of a trial, without the values of the space.
@@ -64,9 +64,9 @@ class Board(Callback):
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial starts, or resumes after a pause."""
         record = self._record_of(trial)
-        resumes, record.status, record.error = record.status == "running", "running", ""
+        is_resumed, record.status, record.error = record.status == "running", "running", ""
         self._save()
-        if not resumes:
+        if not is_resumed:
             self._print(f"{record.name} starts: {point_text(record.point)}")
 
     def on_trial_result(
@@ -81,10 +81,10 @@ class Board(Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
     ) -> None:
         """Record that a trial finished or was stopped."""
-        if str(trial) in self._records:  # otherwise it was stopped before it started
+        if str(trial) in self._records:  # it is absent if the trial was stopped before it started
             self._add_time(trials)
-            is_whole = self._records[str(trial)].step >= self._base.num_steps
-            self._end(trial, "finished" if is_whole else "stopped")
+            is_complete = self._records[str(trial)].step >= self._base.num_steps
+            self._end(trial, "finished" if is_complete else "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial failed. The other trials continue."""
@@ -137,7 +137,7 @@ class Board(Callback):
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return raypo's metrics in a report, without the entries that Tune and the sweep add."""
+    """Return raypo's metrics from a report, without the entries of Tune and the sweep."""
     return {
         name: float(value)
         for name, value in result.items()

@@ -38,7 +38,7 @@ class Interruption(Callback):
     """Tune callback that ends Tune's loop on request.
 
     Tune then saves its state with the trials unfinished, so that the experiment can be restored. A
-    stopper would not do: Tune records its trials as ended, and restores the stopper too.
+    stopper is no alternative: Tune would record its trials as ended, and restore the stopper too.
     """
 
     is_wanted = False
@@ -47,9 +47,9 @@ class Interruption(Callback):
         return {}  # Tune pickles callbacks for its own restore
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """End the loop by the signal that Tune handles like Ctrl-C, if this was requested."""
+        """If requested, end the loop with the signal that Tune handles like Ctrl-C."""
         if self.is_wanted:
-            # Tune would print how `tune.Tuner.restore` resumes, which fits neither kind of driver.
+            # Tune would print how to resume with `tune.Tuner.restore`, which does not work here.
             logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
             signal.raise_signal(signal.SIGUSR1)
 

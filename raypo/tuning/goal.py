@@ -28,11 +28,11 @@ UNKNOWN = -1e18
 
 @dataclass(frozen=True)
 class Goal:
-    """Objective by which trials are compared, from their last values of each metric."""
+    """Objective of a sweep, which compares trials by the last value of each metric."""
 
     metrics: tuple[str, ...]
     signs: tuple[float, ...]
-    """1 for a metric to maximise, -1 for one to minimise."""
+    """1 if the metric is maximised, -1 if it is minimised."""
     constraints: tuple[Constraint, ...] = ()
 
     @classmethod
@@ -55,7 +55,7 @@ class Goal:
         )
 
     def excess(self, metrics: Metrics) -> dict[str, float]:
-        """Return the violation of each constraint, which is 0 or less if it is satisfied."""
+        """Return the violation of each constraint. A satisfied constraint has at most 0."""
         return {
             str(constraint): constraint.excess(metrics.get(constraint.metric, math.nan))
             for constraint in self.constraints
@@ -66,7 +66,7 @@ class Goal:
         return tuple(name for name, excess in self.excess(metrics).items() if excess > 0.0)
 
     def value(self, metrics: Metrics) -> float:
-        """Return the first metric as a finite number, larger is better.
+        """Return the first metric as a finite number. Larger is better.
 
         Infeasible trials have lower values than all feasible ones, and trials without a score have
         the lowest value.
@@ -80,7 +80,7 @@ class Goal:
     def ranks(self, trials: Sequence[Metrics]) -> list[int]:
         """Rank the trials from 1; ties keep their order.
 
-        Feasible trials come first, then infeasible ones, then those without a score. Scores of
+        Feasible trials come first, then infeasible trials, then trials without a score. Scores of
         different steps are never compared. Among feasible trials, and likewise among infeasible
         ones, a score of a later step ranks first, as in successive halving (arXiv:1810.05934). A
         stopped trial therefore ranks below trials that reached a later score.
@@ -107,26 +107,26 @@ class Goal:
 
         With one metric these are the best trials.
         """
-        return {row for row, number in self._fronts(trials).items() if number == 0}
+        return {row for row, front_index in self._fronts(trials).items() if front_index == 0}
 
     def _fronts(self, trials: Sequence[Metrics]) -> dict[int, int]:
-        """Map the row of each feasible trial with a score to the number of its front.
+        """Map the row of each feasible trial with a score to the index of its Pareto front.
 
-        Fronts are numbered from 0, those of the latest step first.
+        The fronts of the latest step come first, from index 0.
         """
         gains = [self.gains(metrics) for metrics in trials]
-        left = [row for row, metrics in enumerate(trials) if self.value(metrics) > INFEASIBLE]
+        unassigned = [row for row, metrics in enumerate(trials) if self.value(metrics) > INFEASIBLE]
         fronts: dict[int, int] = {}
-        number = 0
-        while left:
-            latest = max(scored_step(trials[row]) for row in left)
-            peers = [row for row in left if scored_step(trials[row]) == latest]
+        front_index = 0
+        while unassigned:
+            latest = max(scored_step(trials[row]) for row in unassigned)
+            peers = [row for row in unassigned if scored_step(trials[row]) == latest]
             for row in peers:
-                others = (gains[other] for other in peers if gains[other] != gains[row])
-                if not any(all(map(float.__ge__, other, gains[row])) for other in others):
-                    fronts[row] = number
-            left = [row for row in left if row not in fronts]
-            number += 1
+                rivals = (gains[rival] for rival in peers if gains[rival] != gains[row])
+                if not any(all(map(float.__ge__, rival, gains[row])) for rival in rivals):
+                    fronts[row] = front_index
+            unassigned = [row for row in unassigned if row not in fronts]
+            front_index += 1
         return fronts
 
 
@@ -165,7 +165,7 @@ def scored_step(metrics: Metrics) -> int:
 def last_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
     """Return the last value of each metric.
 
-    Until a metric `eval/x` is measured, its value is that of the initial evaluation,
+    Until a metric `eval/x` is measured, its value is the one of the initial evaluation,
     `eval/initial_x`.
 
     Args:
@@ -173,17 +173,17 @@ def last_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
         goal: Objective. The last step at which its first metric was measured is added as
             SCORED_STEP.
     """
-    last: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     score = goal.metrics[0]
     for row in rows:
         if score in row:
-            last[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
+            metrics[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
         for name, value in row.items():
-            last.setdefault(name.replace("eval/initial_", "eval/"), value)
-            last[name] = value
-        if score in last:
-            last.setdefault(SCORED_STEP, 0)
-    return last
+            metrics.setdefault(name.replace("eval/initial_", "eval/"), value)
+            metrics[name] = value
+        if score in metrics:
+            metrics.setdefault(SCORED_STEP, 0)
+    return metrics
 
 
 def as_report(metrics: Metrics, goal: Goal) -> dict[str, float]:

@@ -15,7 +15,7 @@ from raypo.metrics.clock import duration
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
-from raypo.tuning.held_out import who_is_best
+from raypo.tuning.held_out import best_trial_text
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
 from raypo.tuning.view import point_text
 
@@ -50,7 +50,7 @@ def write_outcome(
         files: The sweep's folder.
         sweep: Config of the sweep.
         records: All trials.
-        base: The base run config as written when the sweep began, with overrides.
+        base: Values of the base run config, as written at the start of the sweep, with overrides.
         status: finished, interrupted, or failed if the sweep itself raised.
         wall_s: Seconds of this attempt.
     """
@@ -61,7 +61,7 @@ def write_outcome(
         status = "failed"
     lines = [f"{r.name} failed: {r.error}" for r in records if r.status == "failed"]
     if best is not None:
-        lines += _lines_on_the_best(best, files, records, goal)
+        lines += _best_trial_lines(best, files, records, goal)
         files.write(BEST, best_config(sweep, base, best).encode())
     device_s = sum(record.device_s for record in records)
     lines.append(
@@ -89,52 +89,52 @@ def write_outcome(
     return Outcome(status, best, tuple(records), tuple(lines))
 
 
-def _lines_on_the_best(
+def _best_trial_lines(
     best: TrialRecord, files: RunFiles, records: Sequence[TrialRecord], goal: Goal
 ) -> list[str]:
-    best_first = ranked(records, goal)
+    ranked_records = ranked(records, goal)
     metrics = [
         f"{name} {best.metrics[name]:.4g}"
         for name in (SCORE, REWARD_MODEL, KL)
         if name in best.metrics
     ]
     lines = [f"best: {best.name}, {point_text(best.point)}; {', '.join(metrics)}"]
-    lines.append(who_is_best(best_first, goal, files))
+    lines.append(best_trial_text(ranked_records, goal, files))
     metric, sign = goal.metrics[0], goal.signs[0]
-    start = metric.replace("eval/", "eval/initial_", 1)
+    initial_metric = metric.replace("eval/", "eval/initial_", 1)
     pairs = [
-        (record.metrics[start], record.metrics[metric])
+        (record.metrics[initial_metric], record.metrics[metric])
         for record in records
-        if start in record.metrics and metric in record.metrics and record.scored_step
+        if initial_metric in record.metrics and metric in record.metrics and record.scored_step
     ]
-    if pairs and all(sign * (score - before) <= 0 for before, score in pairs):
+    if pairs and all(sign * (score - initial_score) <= 0 for initial_score, score in pairs):
         lines.append(
             f"No trial is better than the start: before the first update {label_of(metric)} was "
             f"{pairs[0][0]:.4g}."
         )
-    if broken := goal.broken(best.metrics):
-        lines.append(f"no trial satisfies all constraints; this one violates {', '.join(broken)}")
-    front = sorted(goal.front([record.judged for record in best_first]))
+    if violated := goal.broken(best.metrics):
+        lines.append(f"no trial satisfies all constraints; this one violates {', '.join(violated)}")
+    front = sorted(goal.front([record.judged for record in ranked_records]))
     if len(front) > 1:
-        lines.append(f"Pareto front (*): {', '.join(best_first[row].name for row in front)}")
+        lines.append(f"Pareto front (*): {', '.join(ranked_records[row].name for row in front)}")
     lines.append(f"run it: raypo train {files.location}/{BEST}")
     return lines
 
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
-    """Return the best trial as a run config: the base as written, with the trial's values."""
+    """Return the run config of the best trial: the base as written, with the trial's values."""
     identity: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
     values = with_values(base, {**best.point, **identity})
-    head = [
+    header = [
         f"# The best trial of the sweep {sweep.name}: {best.name}, {point_text(best.point)}.",
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
     ]
     if best.status == "stopped":
-        scored = best.scored_step
-        values["num_steps"] = scored or best.step
-        which = f"of step {scored}" if scored else "from before the first update"
-        head.append(f"# It was stopped after step {best.step}; its score is {which}.")
+        scored_step = best.scored_step
+        values["num_steps"] = scored_step or best.step
+        score_origin = f"of step {scored_step}" if scored_step else "from before the first update"
+        header.append(f"# It was stopped after step {best.step}; its score is {score_origin}.")
     if sweep.scheduler.kind == "pbt":
-        head.append("# These are its last values; before each copy it trained with others.")
+        header.append("# These are its last values; before each copy it trained with others.")
     text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
-    return "\n".join([*head, text])
+    return "\n".join([*header, text])

@@ -74,7 +74,7 @@ class Population(PopulationBasedTraining):
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
-        """Add a trial. Ray refuses searchers with pbt, but a sweep's only hands out its points."""
+        """Add a trial, without Ray's check that refuses any searcher."""
         super().on_trial_add(NO_TRIALS, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
@@ -102,7 +102,7 @@ class Population(PopulationBasedTraining):
         return chosen
 
 
-def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
+def clamp_to_domains(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
     """Return perturbed values moved to the nearest values of their domains."""
     return {key: domains[key].nearest(value) for key, value in config.items()}
 
@@ -129,8 +129,8 @@ class Segment:
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
         """Read the current segment of a trial."""
-        written = files.read(SEGMENT)
-        return cls(files.name) if written is None else cls(**json.loads(written))
+        content = files.read(SEGMENT)
+        return cls(files.name) if content is None else cls(**json.loads(content))
 
     @property
     def folder(self) -> str:
@@ -148,37 +148,41 @@ class Segment:
             OSError: the other trial's checkpoint no longer exists. The current segment is then
                 unchanged.
         """
-        with pointer.as_directory() as folder:
-            other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
-        compared = int(other.known[STEP])
-        if other.trial == self.trial:
-            same = dataclasses.replace(self, compared=compared)
-            same.write(files)
-            return same
-        assert other.checkpoint is not None
-        following = Segment(
-            self.trial, number=self.number + 1, known=other.known, compared=compared
+        with pointer.as_directory() as pointer_folder:
+            source_segment = Segment(**json.loads((Path(pointer_folder) / SEGMENT).read_text()))
+        last_comparison = int(source_segment.known[STEP])
+        if source_segment.trial == self.trial:
+            segment = dataclasses.replace(self, compared=last_comparison)
+            segment.write(files)
+            return segment
+        assert source_segment.checkpoint is not None
+        next_segment = Segment(
+            self.trial, number=self.number + 1, known=source_segment.known, compared=last_comparison
         )
-        open_folder(files.location, following.folder).remove()  # left by an attempt that was killed
-        copied = below(files.location, following.folder, COPIED)
-        copy_checkpoint(other.checkpoint, copied)
-        following = dataclasses.replace(following, resume_from=copied, checkpoint=copied)
-        following.write(files)
+        open_folder(
+            files.location, next_segment.folder
+        ).remove()  # left by an attempt that was killed
+        copy_location = below(files.location, next_segment.folder, COPIED)
+        copy_checkpoint(source_segment.checkpoint, copy_location)
+        next_segment = dataclasses.replace(
+            next_segment, resume_from=copy_location, checkpoint=copy_location
+        )
+        next_segment.write(files)
         open_folder(files.location, self.folder).remove()
-        return following
+        return next_segment
 
-    def at(self, checkpoint: str, known: Mapping[str, float], files: RunFiles) -> Segment:
+    def at(self, checkpoint: str, metrics: Mapping[str, float], files: RunFiles) -> Segment:
         """Write and return this segment with a later checkpoint.
 
         Args:
             checkpoint: Path from Ray Train, without the scheme of a URI.
-            known: Known metrics of the trial at the checkpoint.
+            metrics: Known metrics of the trial at the checkpoint.
             files: The trial's folder.
         """
         path = below(files.location, self.folder, Path(checkpoint).name)
-        later = dataclasses.replace(self, checkpoint=path, known=dict(known))
-        later.write(files)
-        return later
+        segment = dataclasses.replace(self, checkpoint=path, known=dict(metrics))
+        segment.write(files)
+        return segment
 
     def write(self, files: RunFiles) -> None:
         """Write the segment to the trial's folder."""
@@ -215,8 +219,10 @@ def copy_checkpoint(source: str, target: str) -> None:
         OSError: the source no longer exists.
     """
     if "://" in source:
-        system, path = FileSystem.from_uri(source)
-        into = FileSystem.from_uri(target)[1]
-        copy_files(path, into, source_filesystem=system, destination_filesystem=system)
+        filesystem, path = FileSystem.from_uri(source)
+        target_path = FileSystem.from_uri(target)[1]
+        copy_files(
+            path, target_path, source_filesystem=filesystem, destination_filesystem=filesystem
+        )
     else:
         link_tree(source, target)

@@ -16,7 +16,7 @@ TRIALS = "trials.parquet"
 Point = dict[str, Any]
 """Values of a trial, by dotted key of the run config."""
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
-ENDED: tuple[Status, ...] = ("finished", "stopped")
+ENDED_STATUSES: tuple[Status, ...] = ("finished", "stopped")
 
 
 @dataclass
@@ -37,11 +37,11 @@ class TrialRecord:
     """Seconds times devices held. The devices are GPUs if the trial has any, otherwise CPU
     cores."""
     error: str = ""
-    """Last line of the error. It is empty if the trial did not fail."""
+    """Last line of the error. Empty if the trial did not fail."""
 
     @property
     def judged(self) -> dict[str, float]:
-        """Metrics by which the trial is ranked. They are empty if the trial failed."""
+        """Metrics by which the trial is ranked. Empty if the trial failed."""
         return {} if self.status == "failed" else {SCORED_STEP: self.step, **self.metrics}
 
     @property
@@ -52,7 +52,7 @@ class TrialRecord:
     @property
     def has_ended(self) -> bool:
         """True if the trial finished or was stopped by the scheduler."""
-        return self.status in ENDED
+        return self.status in ENDED_STATUSES
 
 
 def ranked(records: Sequence[TrialRecord], goal: Goal) -> list[TrialRecord]:
@@ -73,7 +73,7 @@ def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
     """Return one row per trial, best first: rank, point, status, cost, last metrics."""
     # These metrics have separate columns. The column `metrics` has all metrics, as JSON.
-    shown = (*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL)
+    metric_columns = (*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL)
     return [
         {
             "rank": rank,
@@ -86,9 +86,11 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
             "device_s": record.device_s,
             "error": record.error,
             "point": json.dumps(record.point),
-            "metrics": json.dumps({k: v for k, v in record.metrics.items() if math.isfinite(v)}),
+            "metrics": json.dumps(
+                {k: value2 for k, value2 in record.metrics.items() if math.isfinite(value2)}
+            ),
             **{f"space/{key}": value for key, value in record.point.items()},
-            **{name: record.metrics.get(name, math.nan) for name in shown},
+            **{name: record.metrics.get(name, math.nan) for name in metric_columns},
         }
         for rank, record in enumerate(ranked(records, goal), start=1)
     ]
@@ -103,15 +105,15 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
         for row in rows:
             if isinstance(row.get(key), list | tuple | dict):
                 row[key] = json.dumps(row[key])
-        kinds = {type(row.get(key)) for row in rows}
-        if len(kinds) > 1:  # a parquet column has a single type
+        types = {type(row.get(key)) for row in rows}
+        if len(types) > 1:  # a parquet column has a single type
             for row in rows:
-                row[key] = float(row[key]) if kinds == {int, float} else str(row.get(key))
+                row[key] = float(row[key]) if types == {int, float} else str(row.get(key))
     files.write(TRIALS, to_parquet(pa.Table.from_pylist(rows)))
 
 
 def read_trials(files: RunFiles) -> list[TrialRecord]:
-    """Read the trials, sorted by name. Without a file, the list is empty."""
+    """Read the trials, sorted by name. The list is empty if there is no file."""
     content = files.read(TRIALS)
     if content is None:
         return []
@@ -119,11 +121,11 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
         TrialRecord(
             point=json.loads(row["point"]),
             metrics=json.loads(row["metrics"]),
-            **{name: row[name] for name in _PLAIN},
+            **{name: row[name] for name in _PLAIN_COLUMNS},
         )
         for row in from_parquet(content).to_pylist()
     ]
     return sorted(records, key=lambda record: record.name)
 
 
-_PLAIN = ("name", "status", "step", "seconds", "device_s", "error")
+_PLAIN_COLUMNS = ("name", "status", "step", "seconds", "device_s", "error")

@@ -20,23 +20,22 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import replay
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP, STEP, UNKNOWN, VALUE, Goal, as_report, last_metrics
-from raypo.tuning.population import Population, inside
+from raypo.tuning.population import Population, clamp_to_domains
 
-_COMPARED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
+_COMPARISON_ARGUMENTS: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 Reports = Sequence[Mapping[str, float]]
 
 
-class _WaitsForScores(TrialScheduler):
-    """Scheduler that gets a trial's reports only once they have a score from after an update.
+class _ScoreGate(TrialScheduler):
+    """Scheduler that ignores a trial's reports until it has a score measured after an update.
 
-    Without this, asha and median would stop trials by the score of the model that all trials start
-    from, or by a missing one.
+    Otherwise asha and median would stop trials by a missing score, or by the score of the initial
+    model, which is the same for all trials.
     """
 
     past: Mapping[str, Reports]
-    """Reports of earlier attempts by the name of the trial. The scheduler gets them when the trial
-    is added. Otherwise asha would take the trial's first new report for that of an earlier step, at
-    which it compares the others."""
+    """Reports of earlier attempts, by trial name. They are replayed when the trial is added.
+    Otherwise asha would compare the trial's first new report with reports of an earlier step."""
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Add a trial, and replay its reports of an earlier attempt, if there are any."""
@@ -44,26 +43,26 @@ class _WaitsForScores(TrialScheduler):
         replay(self, trial, self.past.get(str(trial), ()))
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
-        """Let a trial continue until it has a score."""
+        """Let a trial continue until it has a score measured after an update."""
         is_updated = result.get(SCORED_STEP, result.get(STEP, 1)) > 0
         if not (is_updated and result.get(self.metric, math.nan) > UNKNOWN):
             return self.CONTINUE
         return super().on_trial_result(tune_controller, trial, result)
 
 
-def waiting_for_scores(
+def with_score_gate(
     scheduler: TrialScheduler, past: Mapping[str, Reports] | None = None
 ) -> TrialScheduler:
-    """Change the class of a scheduler to one that waits for scores from after an update.
+    """Make a scheduler ignore a trial's reports until it has a score measured after an update.
 
     Args:
         scheduler: A scheduler of Ray Tune or of the user.
-        past: Reports of trials of an earlier attempt that continue, by the trial's name, up to the
-            step from which they continue.
+        past: Reports of an earlier attempt for the trials that continue, by trial name, up to the
+            step at which each trial resumes.
     """
     kind = type(scheduler)
-    if not isinstance(scheduler, _WaitsForScores):
-        scheduler.__class__ = type(kind.__name__, (_WaitsForScores, kind), {})
+    if not isinstance(scheduler, _ScoreGate):
+        scheduler.__class__ = type(kind.__name__, (_ScoreGate, kind), {})
     scheduler.past = past or {}  # pyright: ignore[reportAttributeAccessIssue]
     return scheduler
 
@@ -80,7 +79,7 @@ def scheduler_of(
     Args:
         sweep: Config of the sweep.
         base: Run config of a trial.
-        past: Reports for `waiting_for_scores`.
+        past: Reports for `with_score_gate`.
         last_comparison: Step of the last pbt comparison of an earlier attempt.
     """
     section = sweep.scheduler
@@ -91,16 +90,16 @@ def scheduler_of(
             max_t=base.num_steps,
             reduction_factor=section.reduction_factor,
             stop_last_trials=False,  # a trial that reaches max_t ends by itself
-            **_COMPARED_BY,
+            **_COMPARISON_ARGUMENTS,
         )
-        return waiting_for_scores(asha, past)
+        return with_score_gate(asha, past)
     if section.kind == "median":
         median = MedianStoppingRule(
             grace_period=grace_steps,
             min_time_slice=base.num_steps,  # otherwise it pauses trials, and restarts are expensive
-            **_COMPARED_BY,
+            **_COMPARISON_ARGUMENTS,
         )
-        return waiting_for_scores(median, past)
+        return with_score_gate(median, past)
     if section.kind == "pbt":
         from raypo.tuning.search import as_tune  # imports Optuna, which `raypo.Tuner` does not need
 
@@ -115,8 +114,8 @@ def scheduler_of(
             },
             quantile_fraction=section.quantile,
             resample_probability=section.resample,
-            custom_explore_fn=partial(inside, sweep.space),
-            **_COMPARED_BY,
+            custom_explore_fn=partial(clamp_to_domains, sweep.space),
+            **_COMPARISON_ARGUMENTS,
         )
     return FIFOScheduler()
 
@@ -130,10 +129,10 @@ def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str,
         last_step: Last step reported to Tune. A stopped trial runs one more step.
     """
     reports: list[dict[str, float]] = []
-    last: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for row in files.metrics():
         if row[STEP] > last_step:
             break
-        last = last_metrics([last, row], goal)
-        reports.append(as_report(last, goal))
+        metrics = last_metrics([metrics, row], goal)
+        reports.append(as_report(metrics, goal))
     return reports

@@ -1,4 +1,4 @@
-"""Searcher of sweep files, which chooses name and point of each trial."""
+"""Searcher for sweep files. It chooses the name and the point of each trial."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from raypo.tuning.record import Point, TrialRecord
 from raypo.tuning.trial import plain
 
 
-def random_point(sweep: SweepConfig, number: int) -> Point:
+def random_point(sweep: SweepConfig, index: int) -> Point:
     """Draw a trial's point for the random searcher, from the seed and the trial number only."""
-    draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
-    values = {key: as_tune(d).sample(random_state=draw) for key, d in sorted(sweep.space.items())}
+    generator = np.random.RandomState(np.random.SeedSequence((sweep.seed, index)).generate_state(4))
+    values = {
+        key: as_tune(d).sample(random_state=generator) for key, d in sorted(sweep.space.items())
+    }
     return {key: plain(value) for key, value in values.items()}
 
 
@@ -51,9 +53,9 @@ def as_optuna(domain: Domain) -> BaseDistribution:
 
 
 class SweepSearcher(Searcher):
-    """Points of a grid, random points, or Optuna's TPE with constraints.
+    """Searcher for grids, random points, and Optuna's TPE with constraints.
 
-    It first suggests the trials that an earlier attempt has begun but not ended. TPE uses Optuna's
+    It first suggests the unfinished trials of an earlier attempt. TPE uses Optuna's
     ask-and-tell interface, because Ray's OptunaSearch takes no constraints.
 
     Paper: Watanabe 2023, arXiv:2304.11127.
@@ -64,25 +66,28 @@ class SweepSearcher(Searcher):
 
         Args:
             sweep: Config of the sweep.
-            records: Trials of earlier attempts. TPE learns from those that have ended.
+            records: Trials of earlier attempts. TPE learns from the ended trials.
         """
         super().__init__()
         self._goal = Goal.of(sweep)
-        ended = [record for record in records if record.has_ended]
-        self.num_trials = max(sweep.num_trials - len(ended), 0)
+        ended_records = [record for record in records if record.has_ended]
+        self.num_trials = max(sweep.num_trials - len(ended_records), 0)
         """Number of remaining trials."""
-        names = [trial_name(sweep.name, n) for n in range(len(records) + self.num_trials)]
+        names = [trial_name(sweep.name, index) for index in range(len(records) + self.num_trials)]
         points: list[Point] = []
         if sweep.searcher == "grid":
             points = grid_points(sweep)
         elif sweep.searcher == "random":
-            points = [random_point(sweep, number) for number in range(len(names))]
-        begun = {record.name: record.point for record in records if not record.has_ended}
-        self._points = dict(zip(names, points, strict=False)) | begun
-        used = {record.name for record in records}
-        self._names = [*begun, *(name for name in names if name not in used)]
-        self._name_of: dict[str, str] = {}
-        self._asked: dict[str, optuna.Trial] = {}
+            points = [random_point(sweep, index) for index in range(len(names))]
+        unfinished = {record.name: record.point for record in records if not record.has_ended}
+        self._points = dict(zip(names, points, strict=False)) | unfinished
+        recorded_names = {record.name for record in records}
+        self._remaining_names = [
+            *unfinished,
+            *(name for name in names if name not in recorded_names),
+        ]
+        self._names_by_id: dict[str, str] = {}
+        self._optuna_trials: dict[str, optuna.Trial] = {}
         self.study: optuna.Study | None = None
         if sweep.searcher != "optuna":
             return
@@ -98,30 +103,30 @@ class SweepSearcher(Searcher):
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
             ),
         )
-        for record in ended:
+        for record in ended_records:
             if values := self._values(record.metrics):
-                past = optuna.trial.create_trial(
+                past_trial = optuna.trial.create_trial(
                     values=values,
                     params=record.point,
                     distributions=self._space,
                     constraints=self._excess(record.metrics) or None,
                 )
-                self.study.add_trial(past)
+                self.study.add_trial(past_trial)
 
     def name_of(self, trial: Trial) -> str:
-        """Return the name of a trial that was suggested."""
-        return self._name_of[trial.trial_id]
+        """Return the name of a suggested trial."""
+        return self._names_by_id[trial.trial_id]
 
     def suggest(self, trial_id: str) -> Point:
         """Return the point of the next trial."""
-        name = self._name_of[trial_id] = self._names.pop(0)
+        name = self._names_by_id[trial_id] = self._remaining_names.pop(0)
         point = self._points.get(name)
         if self.study is None:
             assert point is not None
             return point
         if point is not None:
             self.study.enqueue_trial(point)
-        self._asked[trial_id] = trial = self.study.ask(self._space)
+        self._optuna_trials[trial_id] = trial = self.study.ask(self._space)
         return point or trial.params
 
     def on_trial_complete(
@@ -130,7 +135,7 @@ class SweepSearcher(Searcher):
         """Report a trial's metrics and its violation of each constraint to Optuna."""
         if self.study is None:
             return
-        trial, values = self._asked.pop(trial_id), self._values(result or {})
+        trial, values = self._optuna_trials.pop(trial_id), self._values(result or {})
         if not values:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
@@ -145,7 +150,7 @@ class SweepSearcher(Searcher):
         """Do nothing: `save` stores nothing."""
 
     def _values(self, metrics: Metrics) -> list[float]:
-        """Return the value of each metric. If one is unknown, the list is empty."""
+        """Return the value of each metric, or an empty list if a value is unknown."""
         values = [metrics.get(name, math.nan) for name in self._goal.metrics]
         return [] if any(map(math.isnan, values)) else values
 

@@ -1,6 +1,6 @@
 """Deployments that the trials of a sweep share: frozen models, and a pool of engines.
 
-On small machines start-up dominates the cost of a trial, and most of it is loading models.
+On small machines most of a trial's cost is start-up, and most of the start-up is loading models.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Sharing:
     models: tuple[str, ...] = ()
     """Roles of the frozen models that all trials use: reference, reward_0, ..., judge."""
     engines: bool = False
-    """True if each deployment of engines serves one trial after the other."""
+    """True if each deployment of engines is reused by one trial after another."""
     pool: bool = False
-    """True if all trials use the same engines at the same time, each with its own LoRA adapter."""
+    """True if all trials use the same engines concurrently, each with its own LoRA adapter."""
     bundles: tuple[Bundle, ...] = ()
-    """Bundles of the placement group that holds the models and the pool. There are none
-    on CPUs, because all processes share the cores."""
+    """Bundles of the placement group that holds the models and the pool. It is
+    empty on CPUs, because all processes share the cores."""
 
     @classmethod
     def of(
@@ -43,9 +43,8 @@ class Sharing:
     ) -> Sharing:
         """Return which of the roles in `share` the trials can share.
 
-        A role can be shared if the base has it and no trial's values change it.
-
-        Dedicated roles are never shared, because each trial has them in its own placement group.
+        A role can be shared if the base has it and no trial's values change it. Dedicated roles are
+        never shared, because each trial has them in its own placement group.
 
         Args:
             base: Run config of a trial, without the values of the space.
@@ -58,27 +57,27 @@ class Sharing:
         from raypo.run.shared_services import roles_with_different_deployments  # imports model code
 
         roles = get_args(SharedRole) if share == "auto" else share
-        wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
-        apart = set[str]()
+        colocated_roles = [role for role in roles if base.placement.group_of(role) == "colocated"]
+        changed_roles = set[str]()
         for trial in trials:
             assert isinstance(trial, OnlineConfig), "the recipe is the base's"
-            apart |= roles_with_different_deployments(trial, base)
-        by_kind = {
+            changed_roles |= roles_with_different_deployments(trial, base)
+        roles_by_kind = {
             "reference": base.references,
             "reward": base.reward_models,
             "judge": base.judge_models,
         }
         models = [
             role
-            for kind, roles in by_kind.items()
-            if kind in wanted and not apart.intersection(roles)
+            for kind, roles in roles_by_kind.items()
+            if kind in colocated_roles and not changed_roles.intersection(roles)
             for role in roles
         ]
-        shares_engine = "engine" in wanted and "engine" not in apart
+        shares_engine = "engine" in colocated_roles and "engine" not in changed_roles
         pool = shares_engine and base.pushes_adapter
         engines = shares_engine and not base.pushes_adapter and not use_gpu
-        placed = with_dedicated(base, [*models, "engine"] if pool else models)
-        bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
+        dedicated_config = with_dedicated(base, [*models, "engine"] if pool else models)
+        bundles = dedicated_bundles(dedicated_config, use_gpu=True) if use_gpu else ()
         return cls(tuple(models), engines, pool, tuple(bundles))
 
     @property
@@ -98,7 +97,7 @@ class Sharing:
 
 
 @contextmanager
-def started(
+def shared_deployments(
     sharing: Sharing, base: AnyConfig, name: str, *, num_slots: int, logs_dir: str
 ) -> Iterator[Shared | None]:
     """Start the shared deployments, and shut them down when the trials have finished.
@@ -112,7 +111,7 @@ def started(
         logs_dir: Folder of the logs.
 
     Yields:
-        The deployments, or None if the trials train on examples, which share no deployments.
+        The deployments. None for recipes that learn from examples, which have no deployments.
 
     Raises:
         PlacementError: the resources of the models were not free in time.
@@ -127,7 +126,7 @@ def started(
     base = base.with_dtype(use_gpu=use_gpu)  # the same decision as in each trial
     services, engine_pool = [], None
     try:
-        common = start_shared(
+        shared_service = start_shared(
             base,
             f"{name}-shared",
             sharing.roles,
@@ -135,16 +134,20 @@ def started(
             use_gpu=use_gpu,
             num_adapters=num_slots if sharing.pool else 0,
         )
-        services.append(common)
+        services.append(shared_service)
         if sharing.pool:
-            engine_pool = start_engine_pool([common.handles["engine"]] * num_slots)
+            engine_pool = start_engine_pool([shared_service.handles["engine"]] * num_slots)
         if sharing.engines:
             for slot in range(num_slots):
-                run = f"{name}-lent-{slot}"
-                logs = f"{logs_dir}/{run}"
-                services.append(start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False))
+                service_name = f"{name}-lent-{slot}"
+                service_logs = f"{logs_dir}/{service_name}"
+                services.append(
+                    start_shared(
+                        base, service_name, ["engine"], logs_dir=service_logs, use_gpu=False
+                    )
+                )
             engine_pool = start_engine_pool([s.handles["engine"] for s in services[1:]])
-        models = {role: common.handles[role] for role in sharing.models}
+        models = {role: shared_service.handles[role] for role in sharing.models}
         yield Shared(base, models, engine_pool, sharing.pool)
     finally:
         if engine_pool is not None:

@@ -1,4 +1,4 @@
-"""Driver of a sweep file: a `Tuner` that learns from the records of earlier attempts."""
+"""Driver of a sweep file: a `Tuner` that resumes from the records of earlier attempts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_sweep(
         sweep: Config of the sweep.
         base: Run config of a trial, without the values of the space.
         files: The sweep's folder, into which its config is written.
-        fresh: Whether to remove an earlier sweep in the folder, once it is known that trials fit.
+        fresh: Whether to remove an earlier sweep in the folder, after the check that trials fit.
 
     Raises:
         ConfigError: not even one trial fits the cluster.
@@ -83,31 +83,35 @@ def _run(
     interruption: Interruption,
     records: list[TrialRecord],
 ) -> Outcome:
-    """Run the trials that `records` lack, and write the outcome."""
-    goal, values, began = Goal.of(sweep), sweep.base_values(), time.monotonic()
+    """Run the trials that have not ended, and write the outcome."""
+    goal, values, started_at = Goal.of(sweep), sweep.base_values(), time.monotonic()
     searcher = SweepSearcher(sweep, records)
 
     def write(records: Sequence[TrialRecord]) -> None:
         write_trials(files, records, goal)
         files.sync()
 
-    def name_of(trial: Trial) -> str:  # Tune copies it for each trial, a method with its object
+    def name_of(
+        trial: Trial,
+    ) -> str:  # Tune copies it for each trial; a bound method would copy the searcher
         return searcher.name_of(trial)
 
     board = Board(base, goal, plan, interruption=interruption, records=records, write=write)
     status = "failed"
     try:
         if searcher.num_trials:
-            ended = [record for record in records if record.has_ended]
-            left = [record for record in records if not record.has_ended]
+            ended_records = [record for record in records if record.has_ended]
+            unfinished = [record for record in records if not record.has_ended]
             scheduler = scheduler_of(
                 sweep,
                 base,
-                past={record.name: past_reports(record, files, goal) for record in left},
-                last_comparison=last_comparison(trial_files(files, r.name) for r in left),
+                past={record.name: past_reports(record, files, goal) for record in unfinished},
+                last_comparison=last_comparison(trial_files(files, r.name) for r in unfinished),
             )
             if sweep.scheduler.kind != "pbt":  # pbt compares only trials that still run
-                replay_past_trials(scheduler, {r.name: past_reports(r, files, goal) for r in ended})
+                replay_past_trials(
+                    scheduler, {r.name: past_reports(r, files, goal) for r in ended_records}
+                )
             open_folder(files.location, TUNE_FOLDER).remove()
             tuner = Tuner(
                 base,
@@ -133,20 +137,22 @@ def _run(
             board.records,
             base=values,
             status=status,
-            wall_s=time.monotonic() - began,
+            wall_s=time.monotonic() - started_at,
         )
     return outcome
 
 
 def past_reports(record: TrialRecord, files: RunFiles, goal: Goal) -> Reports:
-    """Return a trial's earlier reports, without those that it will repeat."""
-    run = trial_files(files, record.name)
-    return reports_of(run, goal, last_step=record.step if record.has_ended else newest_step(run))
+    """Return a trial's earlier reports, without the reports of steps that it will repeat."""
+    trial_run = trial_files(files, record.name)
+    return reports_of(
+        trial_run, goal, last_step=record.step if record.has_ended else newest_step(trial_run)
+    )
 
 
-def last_comparison(left: Iterable[RunFiles]) -> int:
+def last_comparison(unfinished: Iterable[RunFiles]) -> int:
     """Return the step of the last pbt comparison of an earlier attempt, or 0 if there is none.
 
     A comparison is complete as soon as one of the remaining trials has continued after it.
     """
-    return max((Segment.last(files).compared for files in left), default=0)
+    return max((Segment.last(files).compared for files in unfinished), default=0)

@@ -71,11 +71,11 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
             f"name ({sweep.name}): {files.location} holds a run, not a sweep. Choose another "
             "name or storage_path."
         )
-    earlier, earlier_base = recorded
+    recorded_sweep_config, recorded_base = recorded
     origin = f"{files.location}/config.yaml"
-    changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
-    begun = parse_run_config(earlier_base, origin=origin)
-    changes += [f"{sweep.base}, {change}" for change in base_changes(begun, base)]
+    changes = recorded_sweep_config.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
+    recorded_base_config = parse_run_config(recorded_base, origin=origin)
+    changes += [f"{sweep.base}, {change}" for change in base_changes(recorded_base_config, base)]
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
@@ -86,14 +86,14 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
         check_recorded_inputs(base, files)
 
 
-def base_changes(begun: AnyConfig, base: AnyConfig) -> list[str]:
-    """Return `key: begun -> now` for each key of the base that may not change."""
-    now = decided_as(base, begun.model_dump())
-    return begun.differences(now, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON))
+def base_changes(recorded: AnyConfig, base: AnyConfig) -> list[str]:
+    """Return `key: recorded -> current` for each changed key of the base that may not change."""
+    current = decided_as(base, recorded.model_dump())
+    return recorded.differences(current, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON))
 
 
-def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
-    """Return True if the folder's sweep is finished: it has enough trials, and none failed."""
+def is_complete(sweep: SweepConfig, files: RunFiles) -> bool:
+    """Return True if the folder's sweep has finished with enough trials, and none failed."""
     summary = files.summary()
     return (
         summary is not None
@@ -113,39 +113,41 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
     recorded = recorded_sweep(files)
     if recorded is None:
         return None
-    sweep, _ = recorded
+    sweep_config, _ = recorded
     trials, summary = read_trials(files), files.summary() or {}
-    written = files.written_at(TRIALS if trials else "config.yaml")
-    age_s = max(now - written, 0.0) if written is not None else None
-    ended = summary["status"] if summary.get("num_trials", -1) >= sweep.num_trials else None
-    status = status_of(files, ended, is_silent=age_s is not None and age_s > PATIENCE_S)
-    goal = Goal.of(sweep)
+    written_at = files.written_at(TRIALS if trials else "config.yaml")
+    age_s = max(now - written_at, 0.0) if written_at is not None else None
+    final_status = (
+        summary["status"] if summary.get("num_trials", -1) >= sweep_config.num_trials else None
+    )
+    status = status_of(files, final_status, is_silent=age_s is not None and age_s > PATIENCE_S)
+    goal = Goal.of(sweep_config)
     best = best_of(trials, goal)
     counts = Counter(trial.status for trial in trials)
-    words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    counts_text = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     location = shown_location(files.location)
-    notes = [f"Its trials: {words or 'none yet'}; raypo status {location}/{TRIALS_FOLDER}"]
+    notes = [f"Its trials: {counts_text or 'none yet'}; raypo status {location}/{TRIALS_FOLDER}"]
     if best is not None:
         notes.append(f"The best so far is {best.name}.")
-    is_over = status == "finished"
+    is_finished = status == "finished"
     return RunStatus(
         name=files.name,
         location=location,
         recipe="sweep",
         status=status,
         done=sum(trial.has_ended for trial in trials),
-        total=sweep.num_trials,
+        total=sweep_config.num_trials,
         scores=tuple((name, best.metrics[name]) for name in goal.metrics) if best else (),
         age_s=age_s,
         step_s=None,
-        go_on=f"raypo {'report' if is_over else 'sweep'} {location}",
+        go_on=f"raypo {'report' if is_finished else 'sweep'} {location}",
         notes=tuple(notes),
         unit="trial",
     )
 
 
-def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
-    """Return a run's status. If the run is a trial, apply the status that its sweep has recorded.
+def with_trial_status(run: RunStatus, files: RunFiles) -> RunStatus:
+    """Return a run's status. For a trial, it includes the status that the sweep has recorded.
 
     Only the sweep knows that its scheduler stopped a trial.
     """
@@ -156,9 +158,9 @@ def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
     trials = {trial.name: trial for trial in read_trials(RunFiles.at(sweep_location))}
     if run.name not in trials:
         return run
-    trial, go_on = trials[run.name], f"raypo sweep {shown_location(sweep_location)}"
+    trial, next_command = trials[run.name], f"raypo sweep {shown_location(sweep_location)}"
     if trial.has_ended:
-        go_on = f"raypo report {run.location}"
+        next_command = f"raypo report {run.location}"
     if not trial.has_ended and trial.status not in ("failed", "interrupted"):
-        return replace(run, go_on=go_on)
-    return replace(run, status=trial.status, notes=(), go_on=go_on)
+        return replace(run, go_on=next_command)
+    return replace(run, status=trial.status, notes=(), go_on=next_command)

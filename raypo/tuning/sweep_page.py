@@ -23,10 +23,10 @@ from raypo.report.run_page import with_the_start
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
-    Changes,
-    gaming_words,
+    HeldOutChanges,
+    best_trial_text,
+    gaming_text,
     held_out_changes,
-    who_is_best,
 )
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
 from raypo.tuning.sweep_folder import recorded_sweep, trial_files
@@ -49,16 +49,16 @@ class SweepData:
     """Trials, best first."""
     rows: dict[str, list[dict[str, Any]]]
     """Metrics of each step, by trial name."""
-    changes: Mapping[str, Changes]
+    changes: Mapping[str, HeldOutChanges]
     """Changes of the held-out scores up to the step of the trial's score, by trial name."""
 
 
 def load_sweep(files: RunFiles) -> SweepData | None:
     """Load the results so far of a folder's sweep, or None if the folder holds no sweep."""
-    recorded = recorded_sweep(files)
-    if recorded is None:
+    recorded_config = recorded_sweep(files)
+    if recorded_config is None:
         return None
-    config, base = recorded
+    config, base = recorded_config
     goal = Goal.of(config)
     trials = ranked(read_trials(files), goal)
     runs = {trial.name: trial_files(files, trial.name) for trial in trials}
@@ -66,35 +66,37 @@ def load_sweep(files: RunFiles) -> SweepData | None:
     status = (files.summary() or {}).get("status", "unfinished")
     status = "running" if files.is_running() else status
     changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
-    steps = base["num_steps"]
-    return SweepData(config, steps, goal, status, files, trials, rows, changes)
+    num_steps = base["num_steps"]
+    return SweepData(config, num_steps, goal, status, files, trials, rows, changes)
 
 
 def sweep_page(sweep: SweepData) -> Page:
     """Return the page: result, effect of the values, trials, score against KL, curves."""
-    written = time.strftime("%Y-%m-%d %H:%M")
+    written_at = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=sweep.config.name,
-        subtitle=f"raypo report of a sweep of {sweep.config.base}, written {written}",
+        subtitle=f"raypo report of a sweep of {sweep.config.base}, written {written_at}",
         badge=sweep.status,
     )
     _result(page.section("Result"), sweep)
-    _why(page.section("What the values did", _WHY_NOTE), sweep)
+    _values_effect(page.section("What the values did", _EFFECT_NOTE), sweep)
     _trials(page.section("Trials", _TRIALS_NOTE), sweep)
     _front(page.section("Score against KL", _FRONT_NOTE), sweep)
     curves, labels = page.section("Learning curves"), _labels(sweep)
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
-        named = {labels[name]: with_the_start(rows) for name, rows in sweep.rows.items() if rows}
-        curves.add(line_chart(label_of(metric), named, metric))
+        rows_by_label = {
+            labels[name]: with_the_start(rows) for name, rows in sweep.rows.items() if rows
+        }
+        curves.add(line_chart(label_of(metric), rows_by_label, metric))
     best = sweep.files.read("best.yaml")
     if best is not None:
         page.section("Best config").add(Details("best.yaml", best.decode()))
     return page
 
 
-_WHY_NOTE = (
+_EFFECT_NOTE = (
     "The last metrics of each trial, plotted by the value that it tried. Training signals (the "
-    "reward model, the KL penalty) appear beside the held-out score: if the reward model's "
+    "reward model, the KL penalty) appear next to the held-out score: if the reward model's "
     "score rises and the held-out score falls, the policy games the reward model."
 )
 _TRIALS_NOTE = (
@@ -114,62 +116,81 @@ def _result(section: Section, sweep: SweepData) -> None:
         section.add(Words("No trial has a score yet.", strong=True))
     else:
         metric = sweep.goal.metrics[0]
-        start = next(
-            (r[0] for r in map(with_the_start, sweep.rows.values()) if r and metric in r[0]), {}
+        initial_metrics = next(
+            (
+                rows[0]
+                for rows in map(with_the_start, sweep.rows.values())
+                if rows and metric in rows[0]
+            ),
+            {},
         )
-        was = f" It was {number(start[metric])} before the first update." if start else ""
-        words = who_is_best(sweep.trials, sweep.goal, sweep.files)
-        section.add(Words(f"{words}{was}", strong=True))
-        if broken := sweep.goal.broken(best.metrics):
+        initial_text = (
+            f" It was {number(initial_metrics[metric])} before the first update."
+            if initial_metrics
+            else ""
+        )
+        best_text = best_trial_text(sweep.trials, sweep.goal, sweep.files)
+        section.add(Words(f"{best_text}{initial_text}", strong=True))
+        if violated := sweep.goal.broken(best.metrics):
             section.add(
-                Words(f"No trial satisfies all constraints; this one violates {broken[0]}.")
+                Words(f"No trial satisfies all constraints; this one violates {violated[0]}.")
             )
-    count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
+    counts = {
+        status: sum(t.status == status for t in sweep.trials)
+        for status in ("finished", "stopped", "failed")
+    }
     total = sum(trial.device_s for trial in sweep.trials)
     section.add(
         Tiles(
             [
                 ("trials", str(len(sweep.trials)), f"of {sweep.config.num_trials}"),
-                ("to the last step", str(count["finished"]), f"of {sweep.num_steps} steps"),
-                ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
-                ("failed", str(count["failed"]), ""),
+                ("to the last step", str(counts["finished"]), f"of {sweep.num_steps} steps"),
+                ("stopped early", str(counts["stopped"]), sweep.config.scheduler.kind),
+                ("failed", str(counts["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
             ]
         )
     )
 
 
-def _why(section: Section, sweep: SweepData) -> None:
-    if words := gaming_words(sweep.trials, sweep.changes):
-        section.add(Words(words, strong=True))
+def _values_effect(section: Section, sweep: SweepData) -> None:
+    if gaming := gaming_text(sweep.trials, sweep.changes):
+        section.add(Words(gaming, strong=True))
     for key, domain in sweep.config.space.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
             log_x = domain.kind == "loguniform"
-            section.add(_by_value(sweep.trials, key, metric, log_x=log_x))
+            section.add(_value_chart(sweep.trials, key, metric, log_x=log_x))
 
 
-def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool) -> Chart | None:
-    seen = [trial for trial in trials if metric in trial.metrics and key in trial.point]
-    if not seen:
+def _value_chart(
+    trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bool
+) -> Chart | None:
+    measured_trials = [trial for trial in trials if metric in trial.metrics and key in trial.point]
+    if not measured_trials:
         return None
-    is_number = all(isinstance(trial.point[key], int | float) for trial in seen)
+    is_number = all(isinstance(trial.point[key], int | float) for trial in measured_trials)
     if is_number:
-        seen = sorted(seen, key=lambda trial: trial.point[key])
-    values = [trial.point[key] if is_number else str(trial.point[key]) for trial in seen]
+        measured_trials = sorted(measured_trials, key=lambda trial: trial.point[key])
+    values = [trial.point[key] if is_number else str(trial.point[key]) for trial in measured_trials]
     log_x = log_x or spans_decades(values)  # a grid or choice may span decades
     figure = new_figure(key, xaxis_type="log" if log_x else None)
     figure.add_scatter(
         x=values,
-        y=[trial.metrics[metric] for trial in seen],
-        text=[f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}" for t in seen],
+        y=[trial.metrics[metric] for trial in measured_trials],
+        text=[
+            f"{t.name}, {t.status} at step {t.step}, score of {t.scored_step}"
+            for t in measured_trials
+        ],
         mode="markers",
         marker_color=COLOURS[0],
         marker_size=10,
-        marker_symbol=["circle-open" if trial.status == "stopped" else "circle" for trial in seen],
+        marker_symbol=[
+            "circle-open" if trial.status == "stopped" else "circle" for trial in measured_trials
+        ],
         hovertemplate="%{text}<br>%{x:.4g}: %{y:.4g}<extra></extra>",
     )
     title = f"{label_of(metric)} by {key}"
-    hollow = any(trial.status == "stopped" for trial in seen)
+    hollow = any(trial.status == "stopped" for trial in measured_trials)
     note = "Hollow: stopped early." if hollow else ""
     return chart_of(title, figure, note=note)
 
@@ -177,9 +198,9 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
 def _trials(section: Section, sweep: SweepData) -> None:
     keys = list(sweep.config.space)
     names = dict.fromkeys([*sweep.goal.named, SCORE, REWARD_MODEL, KL])
-    shown = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
+    shown_metrics = [name for name in names if any(name in trial.metrics for trial in sweep.trials)]
     headings = ["rank", "trial", "status", "steps", "score at step", *keys]
-    headings += [*(label_of(name) for name in shown), "device-seconds"]
+    headings += [*(label_of(name) for name in shown_metrics), "device-seconds"]
     has_errors = any(trial.error for trial in sweep.trials)
     headings += ["error"] if has_errors else []
     section.add(
@@ -193,7 +214,7 @@ def _trials(section: Section, sweep: SweepData) -> None:
                     trial.step,
                     trial.scored_step,
                     *(value_text(trial.point.get(key, "")) for key in keys),
-                    *(trial.metrics.get(name) for name in shown),
+                    *(trial.metrics.get(name) for name in shown_metrics),
                     round(trial.device_s),
                     *([trial.error] if has_errors else []),
                 ]
@@ -207,18 +228,18 @@ def _front(section: Section, sweep: SweepData) -> None:
     metric = SCORE if SCORE in sweep.goal.metrics else sweep.goal.metrics[0]
     if metric == KL:
         return
-    seen = [t for t in sweep.trials if metric in t.metrics and KL in t.metrics]
-    if not seen:
+    measured_trials = [t for t in sweep.trials if metric in t.metrics and KL in t.metrics]
+    if not measured_trials:
         return
     mode = dict(zip(sweep.config.metric, sweep.config.mode, strict=True)).get(metric, "max")
-    both = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
-    rows = sorted(both.front([trial.judged for trial in seen]))
-    front = sorted((seen[row] for row in rows), key=lambda trial: trial.metrics[KL])
+    goal = Goal((metric, KL), (1.0 if mode == "max" else -1.0, -1.0))
+    rows = sorted(goal.front([trial.judged for trial in measured_trials]))
+    front = sorted((measured_trials[row] for row in rows), key=lambda trial: trial.metrics[KL])
     figure = new_figure(label_of(KL), label_of(metric), showlegend=True)
-    others = [trial for trial in seen if trial not in front]
+    other_trials = [trial for trial in measured_trials if trial not in front]
     for name, mode, colour, trials in (
         ("Pareto front", "lines+markers", COLOURS[1], front),
-        ("trials", "markers", COLOURS[0], others),
+        ("trials", "markers", COLOURS[0], other_trials),
     ):
         figure.add_scatter(
             x=[trial.metrics[KL] for trial in trials],

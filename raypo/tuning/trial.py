@@ -69,7 +69,7 @@ class TrialSetup:
     digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
     """Digests of shared inputs, so that each file is hashed once, not once per trial."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of each trial's trainer besides its config and run config."""
+    """Keyword arguments of each trial's trainer, except its config and run config."""
     train_callbacks: tuple[UserCallback, ...] = ()
     """Ray Train callbacks of each trial's run."""
     worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -78,32 +78,32 @@ class TrialSetup:
     def config(self, name: str, config: Mapping[str, Any]) -> AnyConfig:
         """Return the run config of a trial with the values of its Tune config."""
         point = point_of(config, RECIPES[self.base.get("recipe", "ppo")])
-        fixed = {"name": name, "storage_path": self.storage_path}
-        values = with_values(self.base, {**point, **fixed})
+        identity = {"name": name, "storage_path": self.storage_path}
+        values = with_values(self.base, {**point, **identity})
         return parse_run_config(values, origin=name).with_absolute_paths(self.working_dir)
 
 
-def point_of(config: Mapping[str, Any], kind: type[AnyConfig]) -> Point:
+def point_of(config: Mapping[str, Any], config_class: type[AnyConfig]) -> Point:
     """Return the values of a trial by dotted key, as plain Python values.
 
     Args:
         config: Tune's config of the trial, nested or with dotted keys.
-        kind: Class of the run config.
+        config_class: Class of the run config.
     """
-    sections = {key.rpartition(".")[0] for key in known_keys(kind)}
+    sections = {key.rpartition(".")[0] for key in known_keys(config_class)}
 
-    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in values.items():
             if isinstance(value, Mapping) and f"{prefix}{key}" in sections:
-                yield from flat(value, f"{prefix}{key}.")
+                yield from flatten(value, f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}", plain(value)
 
-    return dict(flat(config))
+    return dict(flatten(config))
 
 
 def plain(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python one, for YAML."""
+    """Convert a NumPy scalar to a Python number or text, for YAML."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -111,16 +111,16 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     """Start or resume the run of a trial. Tune calls this function in the trial's actor."""
     name = tune.get_context().get_trial_name()
     assert name is not None
-    run, files = setup.config(name, config), RunFiles(setup.storage_path, name)
+    run_config, files = setup.config(name, config), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
     add_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     rows = files.metrics()
-    if is_finished(files, run):  # the driver was killed before it recorded that
+    if is_finished(files, run_config):  # the driver was killed before it recorded the end
         tune.report(as_report(last_metrics(rows, setup.goal), setup.goal))
         return
-    begins_after = newest_step(files)  # later steps will be repeated
-    metrics = last_metrics((row for row in rows if row[STEP] <= begins_after), setup.goal)
+    resume_step = newest_step(files)  # steps after the checkpoint are repeated
+    metrics = last_metrics((row for row in rows if row[STEP] <= resume_step), setup.goal)
     segment = None
     if setup.is_population:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
@@ -130,8 +130,8 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
             segment.report(as_report(segment.known, setup.goal))
         metrics = segment.known
     reports = TrialReports(setup.goal, metrics, files, segment)
-    trial_trainer(run)(run, setup, reports, segment).fit()
-    if reports.are_unwanted:
+    trial_trainer_class(run_config)(run_config, setup, reports, segment).fit()
+    if reports.is_trial_stopped:
         raise SystemExit(0)  # Tune requested it in `TrialReports.after_report`
 
 
@@ -142,7 +142,7 @@ def _wait_for_predecessor(files: RunFiles) -> None:
         time.sleep(0.5)
 
 
-def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
+def trial_trainer_class(config: AnyConfig) -> type[TrialTrainer]:
     """Return the trainer class for trials of the config's recipe."""
     return type("TrialTrainer", (TrialTrainer,), {"config_class": type(config)})
 
@@ -184,17 +184,17 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
         if self.config.placement.is_dedicated and self._group_gc is not None:
             take_turn = self._group_gc.take_turn
-            began, is_said = time.monotonic(), False
-            while reserves := ray.get(take_turn.remote(self.config.name, monitor)):
-                if time.monotonic() - began > MESSAGE_AFTER_S and not is_said:
-                    is_said = True
-                    say(f"waiting until {reserves} has reserved its resources and started")
+            started_at, has_said = time.monotonic(), False
+            while reserving_run := ray.get(take_turn.remote(self.config.name, monitor)):
+                if time.monotonic() - started_at > MESSAGE_AFTER_S and not has_said:
+                    has_said = True
+                    say(f"waiting until {reserving_run} has reserved its resources and started")
                 time.sleep(TURN_S)
         return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
         # pbt restarts a stopped trial at the step of the stop.
-        return self._reports.are_unwanted and self._segment is None
+        return self._reports.is_trial_stopped and self._segment is None
 
     def _run_config(self, run_config: RunConfig | None) -> RunConfig:
         run_config = super()._run_config(run_config)
@@ -221,7 +221,7 @@ class TrialReports(UserCallback):
         files: RunFiles,
         segment: Segment | None,
     ) -> None:
-        """Begin with the last value of each metric.
+        """Start with the last value of each metric.
 
         Args:
             goal: Objective of the experiment.
@@ -231,8 +231,8 @@ class TrialReports(UserCallback):
         """
         self._goal, self._metrics = goal, metrics
         self._files, self._segment = files, segment
-        self.are_unwanted = False
-        """True if Tune has stopped the trial and waits for its actor to become free."""
+        self.is_trial_stopped = False
+        """True if Tune has stopped the trial and waits until its actor is free."""
 
     def after_report(
         self,
@@ -246,7 +246,7 @@ class TrialReports(UserCallback):
         """
         self._metrics = last_metrics([self._metrics, metrics[0]], self._goal)
         report = as_report(self._metrics, self._goal)
-        if self.are_unwanted:
+        if self.is_trial_stopped:
             return
         try:
             if self._segment is not None and checkpoint is not None:
@@ -255,4 +255,4 @@ class TrialReports(UserCallback):
             else:
                 tune.report(report)
         except SystemExit:  # Tune stops a trial in this way; the run ends after its step
-            self.are_unwanted = True
+            self.is_trial_stopped = True

@@ -52,8 +52,8 @@ from raypo.tuning.experiment import (
 )
 from raypo.tuning.goal import STEP, VALUE, Goal, check_metric
 from raypo.tuning.record import Point
-from raypo.tuning.schedule import waiting_for_scores
-from raypo.tuning.shared import started
+from raypo.tuning.schedule import with_score_gate
+from raypo.tuning.shared import shared_deployments
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, point_of, run_trial
 
@@ -69,7 +69,7 @@ class Tuner:
     """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
     Trials share the reference model, the reward models and the engines, like the trials of `raypo
-    sweep`. The results of a trial equal those of a separate run.
+    sweep`. A trial has the same results as a separate run.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Tuner:
                 the path of a run file, or a trainer. The reward function, callbacks, rows,
                 `ScalingConfig`, `TorchConfig` and `worker_runtime_env` of a trainer are used too.
             param_space: Ray Tune's search space or a fixed value for each key of the run config
-                (nested, or dotted like `learner.policy_lr`). None means that the searcher has the
-                space.
+                (nested, or dotted like `learner.policy_lr`). None means that the searcher defines
+                its own search space.
             tune_config: Ray Tune's config. `metric` is a metric of a run, like eval/score_mean. At
                 most as many trials run concurrently as the cluster has room for.
             run_config: Ray Tune's config. The trials' runs are in `<storage_path>/<name>/trials`.
-                `storage_path` defaults to that of the config.
+                `storage_path` defaults to the config's.
             share: Roles that are started once for all trials (reward, reference, engine), like
                 `share` in a sweep file.
 
         Raises:
             ConfigError: a file, a key, a value or an argument is wrong.
         """
-        trainer = config if isinstance(config, RecipeTrainer) else _trainer(config)
+        trainer = config if isinstance(config, RecipeTrainer) else _trainer_of(config)
         self._trainer, self._base = trainer, trainer.config
         self._values: dict[str, Any] = trainer.config.model_dump()
         self._space = None if param_space is None else dict(param_space)
@@ -117,7 +117,7 @@ class Tuner:
         )
         self._check_metrics()
         self.trials = list(self._checked_trials())
-        """Run configs that represent all trials: those of a grid, and random draws."""
+        """Run configs that represent all trials: the points of a grid, and random draws."""
 
     @classmethod
     def restore(
@@ -130,29 +130,29 @@ class Tuner:
         """Return a `Tuner` whose `fit` resumes an experiment that was stopped or killed.
 
         Unfinished trials continue from the last checkpoints of their runs, and the searcher from
-        its last result. A scheduler starts anew, as in Ray Tune's own `restore`. Search space,
-        Tune's configs and `share` are those with which the experiment was started.
+        its last result. A scheduler starts from scratch, as in Ray Tune's own `restore`. The search
+        space, Tune's configs and `share` are taken from the start of the experiment.
 
         Args:
             path: Folder or URI of the experiment: its `location`.
             config: Config or trainer with which the experiment was started.
-            resume_errored: Whether trials that failed are resumed, too.
+            resume_errored: Whether failed trials are resumed too.
 
         Raises:
             ConfigError: the folder holds no experiment, or one of another config.
         """
         files = RunFiles.at(str(path))
-        written = files.read(ARGUMENTS)
-        if written is None:
+        content = files.read(ARGUMENTS)
+        if content is None:
             raise ConfigError(
                 f"path ({path}): holds no experiment of raypo.Tuner, as there is no {ARGUMENTS}. "
                 f"Give the folder <storage_path>/<name> of its RunConfig. (`raypo sweep` resumes "
                 f"its own folders.)"
             )
-        base, arguments = cloudpickle.loads(written)
+        base, arguments = cloudpickle.loads(content)
         storage_path, name = parent_and_name(files.location)
-        moved = replace(arguments["run_config"], storage_path=storage_path, name=name)
-        tuner = cls(config, **{**arguments, "run_config": moved})
+        run_config = replace(arguments["run_config"], storage_path=storage_path, name=name)
+        tuner = cls(config, **{**arguments, "run_config": run_config})
         if changes := base_changes(parse_run_config(base, origin=files.location), tuner._base):
             lines = "\n  ".join(changes)
             raise ConfigError(
@@ -160,18 +160,19 @@ class Tuner:
                 f"  {lines}\nChange these keys back to resume, or start a new experiment."
             )
         check_recorded_inputs(tuner._base, files, given=tuner._trainer.given_functions)
-        kinds: Any = ResumeConfig.ResumeType  # Ray annotates them as str
-        tuner._resume = ResumeConfig(errored=kinds.RESUME if resume_errored else kinds.SKIP)
+        resume_types: Any = ResumeConfig.ResumeType  # Ray annotates them as str
+        tuner._resume = ResumeConfig(
+            errored=resume_types.RESUME if resume_errored else resume_types.SKIP
+        )
         return tuner
 
     def fit(self) -> ResultGrid:
         """Run all trials.
 
         Returns:
-            Ray Tune's results. The `path` of each is the folder of the trial's run, with the
-            model in `policy/` (or `reward_model/`); its `metrics_dataframe` has every step. Its
-            `checkpoint` is the run's training state, for `from_checkpoint`; it cannot be loaded as
-            a model.
+            Ray Tune's results. The `path` of a result is the folder of the trial's run, with the
+            model in `policy/` (or `reward_model/`). Its `metrics_dataframe` has every step. Its
+            `checkpoint` is the run's training state for `from_checkpoint`, not a model.
 
         Raises:
             ConfigError: no trial fits the cluster, the folder holds another experiment, or a
@@ -187,10 +188,12 @@ class Tuner:
             if self._resume is None:
                 self._check_folder()
             plan = self._plan()
-            functions, resumes = self._trainer.given_functions, self._resume is not None
-            for change in record_inputs(self._base, self._files, resumes=resumes, given=functions):
+            functions, is_resumed = self._trainer.given_functions, self._resume is not None
+            for change in record_inputs(
+                self._base, self._files, resumes=is_resumed, given=functions
+            ):
                 Console().message(f"changed input, accepted: {change}")
-            if not resumes:
+            if not is_resumed:
                 self._write_arguments()
             Console().message(
                 f"{self._files.name}: {plan.num_slots} trials at a time; files in "
@@ -228,8 +231,9 @@ class Tuner:
             plan: Concurrency, and the deployments to share.
             board: Callback that records the trials.
             interruption: Callback that ends the experiment on request.
-            values: Values of the base config as written. None means those of the resolved config.
-            goal: Objective whose value is added to reports. None means that of Tune's config.
+            values: Values of the base config as written. None means the resolved values.
+            goal: Objective whose value is added to reports. None means the
+                objective of Tune's config.
 
         Raises:
             PlacementError: the resources of the shared models were not free in time.
@@ -237,8 +241,8 @@ class Tuner:
         setup = self._trial_setup(values or self._values, goal or self.goal)
         scheduler, searcher = self._tune_config.scheduler, self._tune_config.search_alg
         if goal is None and isinstance(scheduler, TrialScheduler) and isinstance(self._metric, str):
-            scheduler = waiting_for_scores(scheduler)
-        sharing = started(
+            scheduler = with_score_gate(scheduler)
+        sharing = shared_deployments(
             plan.sharing,
             self._base.with_absolute_paths(setup.working_dir),
             self._files.name,
@@ -257,7 +261,7 @@ class Tuner:
                     self._tune_config,
                     scheduler=scheduler,
                     trial_name_creator=self._tune_config.trial_name_creator
-                    or partial(_name_of, self._files.name),
+                    or partial(_trial_name, self._files.name),
                     max_concurrent_trials=None if limits_itself(searcher) else plan.num_slots,
                     # A stopped trial whose actor is reused finishes its step first. On GPUs it is
                     # killed at once instead, to free the GPUs.
@@ -277,17 +281,17 @@ class Tuner:
 
     def _plan(self) -> SweepPlan:
         trainer, base, nodes = self._trainer, self._base, alive_nodes()
-        use_gpu, worker = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
-        lay_out(base, nodes, use_gpu=use_gpu, resources_per_worker=worker)
+        use_gpu, worker_resources = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
+        lay_out(base, nodes, use_gpu=use_gpu, resources_per_worker=worker_resources)
         plan = plan_trials(
             base,
             self.trials,
             nodes,
             num_trials=self.num_trials,
-            at_most=self.max_concurrent,
+            max_slots=self.max_concurrent,
             share=self._share,
             use_gpu=use_gpu,
-            worker=worker,
+            worker_resources=worker_resources,
         )
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
@@ -300,7 +304,7 @@ class Tuner:
 
     @property
     def goal(self) -> Goal:
-        """Objective for the display: Tune's, else a score or loss of the recipe."""
+        """Objective for the display: Tune's metric, else a score or loss of the recipe."""
         metric, mode = self._metric, self._tune_config.mode or mode_of(self._tune_config.scheduler)
         if not isinstance(metric, str):
             kind = "eval/" if self._base.measures_held_out else ("rollout/", "train/")
@@ -342,12 +346,10 @@ class Tuner:
 
     @property
     def max_concurrent(self) -> int:
-        """Maximum number of concurrent trials by Tune's config. The cluster may have room for
-        fewer.
-        """
+        """Maximum number of concurrent trials in Tune's config. The cluster may fit fewer."""
         searcher: Any = self._tune_config.search_alg
-        own = self._tune_config.max_concurrent_trials
-        limit = searcher.max_concurrent if limits_itself(searcher) else own
+        config_limit = self._tune_config.max_concurrent_trials
+        limit = searcher.max_concurrent if limits_itself(searcher) else config_limit
         return min(limit or self.num_trials, self.num_trials)
 
     @property
@@ -360,39 +362,39 @@ class Tuner:
     @property
     def _metric(self) -> Any:
         """The metric that the scheduler compares, or None."""
-        own = getattr(self._tune_config.scheduler, "metric", None)
-        return own or self._tune_config.metric
+        scheduler_metric = getattr(self._tune_config.scheduler, "metric", None)
+        return scheduler_metric or self._tune_config.metric
 
     def _check_metrics(self) -> None:
         """Refuse metrics of Tune's configs that neither a run nor Tune reports."""
-        named = {
+        metrics_by_key = {
             "TuneConfig.metric": self._tune_config.metric,
             "scheduler.metric": getattr(self._tune_config.scheduler, "metric", None),
             "search_alg.metric": getattr(self._tune_config.search_alg, "metric", None),
         }
-        rule = self._run_config.stop
-        if isinstance(rule, Mapping):
-            named |= {f"RunConfig.stop.{name}": name for name in rule}
-        for key, name in named.items():
-            is_of_tune = name in (STEP, VALUE, *AUTO_RESULT_KEYS)
+        stop_rule = self._run_config.stop
+        if isinstance(stop_rule, Mapping):
+            metrics_by_key |= {f"RunConfig.stop.{name}": name for name in stop_rule}
+        for key, name in metrics_by_key.items():
+            is_tune_metric = name in (STEP, VALUE, *AUTO_RESULT_KEYS)
             has_callbacks = bool(self._trainer.arguments_of_trials["callbacks"])
-            if isinstance(name, str) and not is_of_tune and not has_callbacks:
+            if isinstance(name, str) and not is_tune_metric and not has_callbacks:
                 check_metric(key, name, self._base)
 
     def _checked_trials(self) -> Iterator[AnyConfig]:
-        """Yield run configs that represent all trials: each value of a grid, and random draws."""
+        """Yield run configs that represent all trials: the points of a grid, and random draws."""
         space = self._space or {}
-        draws = (
+        variants = (
             point
             for seed in range(RANDOM_POINTS)
             for _, point in generate_variants(space, random_state=seed)
         )
-        seen: list[Point] = []
-        for variant in itertools.islice(draws, MAX_TEST_POINTS):
+        points: list[Point] = []
+        for variant in itertools.islice(variants, MAX_TEST_POINTS):
             point = point_of(variant, type(self._base))
-            if point in seen:
+            if point in points:
                 continue
-            seen.append(point)
+            points.append(point)
             if "ppo.preset" in point:
                 raise ConfigError(
                     f"param_space.ppo.preset ({point['ppo.preset']}): the config already has the "
@@ -407,12 +409,14 @@ class Tuner:
                     "param_space.reward.function: every trial has the function that the trainer "
                     "was given in Python. Leave one of the two out."
                 )
-            words = ", ".join(f"{key}={value}" for key, value in point.items())
+            point_text = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
-            yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
+            yield parse_run_config(
+                trial, origin=f"a trial with {point_text}" if point_text else "a trial"
+            )
 
     def _write_arguments(self) -> None:
-        """Write what `restore` needs, before Tune changes the searcher and the scheduler."""
+        """Write the arguments for `restore`, before Tune changes the searcher and the scheduler."""
         arguments = {
             "param_space": self._space,
             "tune_config": self._tune_config,
@@ -424,16 +428,16 @@ class Tuner:
         self._files.sync()
 
     def _check_folder(self) -> None:
-        taken = self._files.names()
-        if taken:
+        file_names = self._files.names()
+        if file_names:
             raise ConfigError(
-                f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
-                "Choose another name, or leave it out for a generated name. Tuner.restore resumes "
-                "an experiment that was stopped."
+                f"RunConfig.name ({self._files.name}): {self._files.location} holds "
+                f"{file_names[0]}. Choose another name, or leave it out for a generated name. "
+                "Tuner.restore resumes an experiment that was stopped."
             )
 
     def _result(self, trial: str, result: Any) -> Any:
-        """Return a trial's result, with the run's folder, all steps and the last checkpoint."""
+        """Add the run's folder, all steps and the last checkpoint to a trial's result."""
         files = RunFiles(below(self._files.location, TRIALS_FOLDER), trial)
         rows = files.metrics()
         if not rows:
@@ -449,11 +453,11 @@ class Tuner:
         )
 
 
-def _name_of(experiment: str, trial: Any) -> str:
+def _trial_name(experiment: str, trial: Any) -> str:
     return f"{experiment}-{trial.trial_id}"
 
 
-def _trainer(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTrainer[Any]:
+def _trainer_of(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTrainer[Any]:
     if isinstance(config, str | Path):
         return trainer_for(load_run_config(config))
     if isinstance(config, Mapping):
@@ -462,21 +466,28 @@ def _trainer(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTraine
     return trainer_for(config)
 
 
-def _check_run_config(run: tune.RunConfig) -> None:
+def _check_run_config(run_config: tune.RunConfig) -> None:
     """Refuse settings that have no effect on runs, and stop rules that Tune does not know."""
-    if run.storage_filesystem is not None:
+    if run_config.storage_filesystem is not None:
         raise ConfigError(
-            f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
-            "to storage_path. Give it as a URI, like s3://bucket/folder."
+            f"RunConfig.storage_filesystem ({type(run_config.storage_filesystem).__name__}): runs "
+            "write to storage_path. Give it as a URI, like s3://bucket/folder."
         )
-    rule = run.stop
-    are_stoppers = isinstance(rule, list) and all(isinstance(stopper, Stopper) for stopper in rule)
-    if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
+    stop_rule = run_config.stop
+    are_stoppers = isinstance(stop_rule, list) and all(
+        isinstance(stopper, Stopper) for stopper in stop_rule
+    )
+    if not (
+        stop_rule is None or are_stoppers or isinstance(stop_rule, Mapping) or callable(stop_rule)
+    ):
         raise ConfigError(
-            f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "
-            f"(trial_id, result) -> bool, a tune.Stopper, or a list of these stoppers."
+            f"RunConfig.stop ({stop_rule!r:.80}): must be a mapping of metrics to values, a "
+            "function (trial_id, result) -> bool, a tune.Stopper, or a list of these stoppers."
         )
-    if run.checkpoint_config is not None and run.checkpoint_config != tune.CheckpointConfig():
+    if (
+        run_config.checkpoint_config is not None
+        and run_config.checkpoint_config != tune.CheckpointConfig()
+    ):
         raise ConfigError(
             "RunConfig.checkpoint_config: trials keep the checkpoints of their runs. Set the "
             "config keys checkpoint.every, checkpoint.keep and checkpoint.best_by."

@@ -15,7 +15,7 @@ from raypo.tuning.goal import KL, REWARD_MODEL, Goal
 from raypo.tuning.record import TrialRecord, best_of, ranked
 
 MAX_ROWS = 24
-"""Maximum number of trials in the table. `trials.parquet` has all."""
+"""Maximum number of trials in the table. `trials.parquet` has all trials."""
 _RANKING = (
     "Ranked by the step that the score is of (at step), then by the score: scores of different "
     "steps are not compared."
@@ -37,15 +37,20 @@ def trial_table(
     """
     import pandas as pd
 
-    best_first = ranked(records, goal)
-    front = goal.front([record.judged for record in best_first])
-    shown = best_first[:MAX_ROWS]
-    keys = list(dict.fromkeys(key for record in shown for key in record.point))
-    tails = [key.partition(".")[2] or key for key in keys]
-    names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]
+    ranked_records = ranked(records, goal)
+    front = goal.front([record.judged for record in ranked_records])
+    shown_records = ranked_records[:MAX_ROWS]
+    keys = list(dict.fromkeys(key for record in shown_records for key in record.point))
+    short_keys = [key.partition(".")[2] or key for key in keys]
+    names = [
+        short if short_keys.count(short) == 1 else key
+        for key, short in zip(keys, short_keys, strict=True)
+    ]
     metrics = [*goal.named, REWARD_MODEL, KL]
-    others = [name for name in metrics[len(goal.metrics) :] if name not in goal.metrics]
-    others = [name for name in others if any(name in record.metrics for record in shown)]
+    other_metrics = [name for name in metrics[len(goal.metrics) :] if name not in goal.metrics]
+    other_metrics = [
+        name for name in other_metrics if any(name in record.metrics for record in shown_records)
+    ]
 
     def cells(record: TrialRecord, metrics: Sequence[str]) -> dict[str, str]:
         return {
@@ -56,22 +61,25 @@ def trial_table(
     rows = [
         {
             "rank": f"{row + 1}{'*' * (row in front)}",
-            **{n: value_text(record.point.get(k, "")) for k, n in zip(keys, names, strict=True)},
+            **{
+                column: value_text(record.point.get(k, ""))
+                for k, column in zip(keys, names, strict=True)
+            },
             **cells(record, goal.metrics),
             "at step": str(record.scored_step),
             "steps": f"{record.step}/{num_steps}",
             "status": status_words(record, goal),
             "trial": record.name.rpartition("-")[2],
-            **cells(record, others),
+            **cells(record, other_metrics),
             f"{device}-s": f"{record.device_s:.0f}",
         }
-        for row, record in enumerate(shown)
+        for row, record in enumerate(shown_records)
     ]
     if not rows:
         return "no trial has started"
     width = width or shutil.get_terminal_size().columns
     lines = [pd.DataFrame(rows).to_string(index=False, line_width=width)]
-    if len({record.scored_step for record in shown if record.metrics}) > 1:
+    if len({record.scored_step for record in shown_records if record.metrics}) > 1:
         lines.append(_RANKING)
     return "\n".join(lines)
 
@@ -80,15 +88,19 @@ def ended_line(
     record: TrialRecord, records: Sequence[TrialRecord], goal: Goal, *, device: str
 ) -> str:
     """Return a line about the end of a trial: result, cost, and the best trial that has ended."""
-    scores = [f"{m} {record.metrics[m]:.4g}" for m in goal.metrics if m in record.metrics]
+    scores = [
+        f"{metric} {record.metrics[metric]:.4g}"
+        for metric in goal.metrics
+        if metric in record.metrics
+    ]
     cost = f"{duration(record.seconds)}, {record.device_s:.0f} {device}-seconds"
-    words = [f"{record.name} {record.status} at step {record.step}", ", ".join(scores), cost]
-    words.append(record.error)
+    parts = [f"{record.name} {record.status} at step {record.step}", ", ".join(scores), cost]
+    parts.append(record.error)
     best = best_of([trial for trial in records if trial.has_ended], goal)
     if best is not None:
         score = best.metrics[goal.metrics[0]]
-        words.append(f"best so far: {best.name}, {score:.4g} at step {best.scored_step}")
-    return "; ".join(filter(None, words))
+        parts.append(f"best so far: {best.name}, {score:.4g} at step {best.scored_step}")
+    return "; ".join(filter(None, parts))
 
 
 def status_words(record: TrialRecord, goal: Goal) -> str:

@@ -542,9 +542,9 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
     row = {"prompt": "1+1=", "response": "2" * 600, "chosen": "2" * 600, "rejected": "3"}
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
     load: dict[str, Any] = {
-        "sft": partial(Examples.load, read=load_examples),
+        "sft": partial(Examples.load, load_kind=load_examples),
         "dpo": load_preferences,
-        "reward_model": partial(Examples.load, read=load_pairs),
+        "reward_model": partial(Examples.load, load_kind=load_pairs),
     }
     told: Any = SimpleNamespace(message=print)
     nothing: Any = None

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import raypo.cli
-from raypo.cli.exit_status import _tell_failure
+from raypo.cli.exit_status import _report_failure
 from raypo.config import RECIPES, ConfigError, PPOConfig, SFTConfig
 from raypo.rewards.scoring import RewardError
 from raypo.storage.run_files import RunFiles
@@ -196,9 +196,9 @@ def test_what_a_worker_refuses_at_its_start_is_told_without_its_traceback(
 
     cause = ConfigError("learner.use_gpu (True): a worker on 10.0.0.3 has 1 GPU")
     told = RayTaskError("execute", "a traceback", cause).as_instanceof_cause()
-    assert _tell_failure(ControllerError(told)) == 2
+    assert _report_failure(ControllerError(told)) == 2
     assert capsys.readouterr().err == f"raypo: {cause}\n"
-    assert _tell_failure(ControllerError(RuntimeError("no room"))) == 1
+    assert _report_failure(ControllerError(RuntimeError("no room"))) == 1
     assert "no room" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_an_error_of_the_users_code_is_told_by_the_users_lines_alone(
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
-    from raypo.trainer.watch import told_briefly
+    from raypo.trainer.watch import with_user_frames
 
     error = RewardError("the reward function f raised KeyError: 'x'.")
     error.user_frames, error.log = '  File "f.py", line 2, in f\n    row["x"]\n', "worker_0.log"
@@ -218,14 +218,14 @@ def test_an_error_of_the_users_code_is_told_by_the_users_lines_alone(
         0: UserExceptionWithTraceback(pickle.loads(pickle.dumps(error)), "sixty lines")
     }
     failed = WorkerGroupError("sixty lines", failures)
-    assert _tell_failure(failed) == 1
+    assert _report_failure(failed) == 1
     line = f"{error} The whole traceback: worker_0.log"
     assert capsys.readouterr().err == f"{error.user_frames}raypo: {line}\n"
-    brief = told_briefly(failed)
+    brief = with_user_frames(failed)
     assert str(brief).endswith(f"\n{error.user_frames}{line}")
     assert brief.worker_failures is failures
     others = WorkerGroupError("sixty lines", {0: RuntimeError("CUDA")})
-    assert told_briefly(others) is others
+    assert with_user_frames(others) is others
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):

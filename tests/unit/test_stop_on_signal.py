@@ -15,7 +15,7 @@ from raypo.trainer import watch
 head = socket.create_server(("127.0.0.1", 0))
 address = "127.0.0.1:%d" % head.getsockname()[1]
 ray.get_runtime_context = lambda: SimpleNamespace(gcs_address=address)
-watch.LOOK_EVERY_S, watch.GRACE_S = 0.1, 0.5
+watch.POLL_S, watch.GRACE_S = 0.1, 0.5
 try:
     with watch.stop_on_signal(lambda: print("asked", flush=True)):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -324,7 +324,7 @@ def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
 
 def test_one_callback_needs_no_list(policy: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def view(step): ...\n")
-    assert grpo(policy, callbacks=print)._given.callbacks == (print,)
+    assert grpo(policy, callbacks=print)._input.callbacks == (print,)
     assert grpo(policy, callbacks="mine.py:view").config.callbacks == ("mine.py:view",)
 
 
@@ -338,7 +338,7 @@ def test_callbacks_are_functions_or_import_paths(policy: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def view(step): ...\n")
     made = grpo(policy, callbacks=[print, f"{tmp_path}/mine.py:view"])
     assert made.config.callbacks == (f"{tmp_path}/mine.py:view",)
-    assert made._given.callbacks == (print,)
+    assert made._input.callbacks == (print,)
     said = refusal(lambda: grpo(policy, callbacks=[SimpleNamespace(on_step_end=print)]))
     assert said.startswith("callbacks (")
     assert "Give a function" in said

@@ -80,7 +80,7 @@ def test_keys_of_raypo_take_precedence_over_fields_of_trl(policy: str):
 
 def test_every_field_of_trl_is_in_one_report(policy: str):
     trainer = grpo(policy, num_generations=4, sapo_temperature_neg=2.0, max_steps=3)
-    report = "\n".join(trainer._given.report)
+    report = "\n".join(trainer._input.report)
     assert report.startswith("args (GRPOConfig):")
     assert "- sapo_temperature_neg (2.0): raypo's `sapo` has the paper's" in report
     assert "TODO" not in report

@@ -113,7 +113,7 @@ def meet_declarations(
 @pytest.mark.parametrize(
     ("name", "key", "declaration"),
     [
-        pytest.param(name, key, declaration, id=f"{key} if {declaration.words}")
+        pytest.param(name, key, declaration, id=f"{key} if {declaration.text}")
         for (key, declaration), name in DECLARATIONS.items()
     ],
 )
@@ -133,4 +133,4 @@ def test_a_key_without_effect_is_refused_and_taken_where_it_has_one(
     root.parse(file_with(name, key))
 
     (entry,) = explain(key, root)
-    assert declaration.words in entry.meaning
+    assert declaration.text in entry.meaning

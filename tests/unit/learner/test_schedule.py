@@ -75,3 +75,11 @@ def test_an_update_is_as_large_as_its_rate():
 
 def plain_weights(learner):
     return [(n, p.detach()) for n, p in learner._policy.module.named_parameters()]
+
+
+def test_an_unknown_schedule_is_an_error():
+    section = WorkersSection.model_construct(
+        lr_schedule="polynomial", lr_warmup_steps=0, lr_floor=0.0
+    )
+    with pytest.raises(ValueError, match=r"learner.lr_schedule \(polynomial\)"):
+        learning_rate(1, 4, highest=2.0, section=section)

@@ -15,7 +15,7 @@ from raypo.ppo.custom_functions import (
     custom_scores,
     custom_surrogate,
 )
-from raypo.ppo.surrogates import TokenLoss, Tokens
+from raypo.ppo.surrogates import SurrogateInputs, TokenLoss
 from raypo.ppo.surrogates import ppo as ppo_surrogate
 from tests.unit.ppo.steps import policy_loss, random_step
 
@@ -50,7 +50,7 @@ def test_a_function_that_gives_only_losses_is_masked_averaged_and_counted():
 
 
 def test_what_a_function_says_of_masked_tokens_counts_for_nothing():
-    def rubbish(tokens: Tokens) -> Tensor:
+    def rubbish(tokens: SurrogateInputs) -> Tensor:
         return torch.where(tokens.mask, tokens.log_probs, torch.nan)
 
     loss, _ = loss_of(rubbish)
@@ -143,7 +143,7 @@ def test_the_examples_loss_turns_where_ppos_gradient_ends():
     """Its top is at a ratio of 1 + clip_high for a positive advantage: slope 0 there."""
     for ratio, sign in ((1.1, -1.0), (1.2, 0.0), (1.3, 1.0)):
         log_ratio = torch.tensor([[ratio]]).log().requires_grad_()
-        tokens = Tokens(
+        inputs = SurrogateInputs(
             log_probs=log_ratio,
             log_ratio=log_ratio,
             advantages=torch.ones(1, 1),
@@ -152,5 +152,5 @@ def test_the_examples_loss_turns_where_ppos_gradient_ends():
             clip_high=0.2,
             dual_clip=None,
         )
-        (slope,) = torch.autograd.grad(spo(tokens).sum(), log_ratio)
+        (slope,) = torch.autograd.grad(spo(inputs).sum(), log_ratio)
         assert torch.sign(slope.round(decimals=5)).item() == sign

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from raypo.cli.monitor import page_of
+from raypo.cli.monitor import page_source
 from raypo.config import ConfigError
 from raypo.report.live_page import make_app
 from raypo.storage.run_files import RunFiles
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(run: Path) -> TestClient:
-    make_page, version = page_of([str(run)])
+    make_page, version = page_source([str(run)])
     return TestClient(make_app(make_page, version, token=TOKEN))
 
 
@@ -68,6 +68,6 @@ def test_another_version_comes_only_after_another_step(client: TestClient, run: 
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
-    make_page, _ = page_of([str(tmp_path / "nothing")])
+    make_page, _ = page_source([str(tmp_path / "nothing")])
     with pytest.raises(ConfigError, match="there is no run"):
         make_page()

@@ -34,9 +34,13 @@ BAD = {"prompt": [{"role": "user", "content": None}]}
             PPOConfig,
             {"reward": {"function": "raypo.rewards.verifiers:answer_format"}},
         ),
-        (partial(Examples.load, read=load_examples), SFTConfig, {"learner": {"batch_size": 2}}),
         (
-            partial(Examples.load, read=load_pairs),
+            partial(Examples.load, load_kind=load_examples),
+            SFTConfig,
+            {"learner": {"batch_size": 2}},
+        ),
+        (
+            partial(Examples.load, load_kind=load_pairs),
             RewardModelConfig,
             {"learner": {"batch_size": 2}},
         ),

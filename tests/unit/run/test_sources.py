@@ -82,7 +82,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
 def test_examples_come_by_their_weights(values: dict[str, Any]):
     values["learner"] = {"batch_size": 8}
     config = SFTConfig.parse({**values, "recipe": "sft"})
-    examples, messages = prepared(partial(Examples.load, read=load_examples), config)
+    examples, messages = prepared(partial(Examples.load, load_kind=load_examples), config)
     rows = [row for _, row in examples.stream.of(range(14)).take(8)]
     assert sum(row < 5 for row in rows) == 6
     assert [message.split(" (")[0] for message in messages] == [

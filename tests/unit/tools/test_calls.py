@@ -18,7 +18,7 @@ from raypo.tools.calls import (
     ToolError,
     answer_calls,
     call,
-    heard,
+    on_tool_use,
     parse_tool_calls,
     split_tool_calls,
 )
@@ -359,7 +359,7 @@ def test_each_use_of_a_tool_is_heard_of():
         raise KeyError("no file")
 
     async def used() -> list[str]:
-        heard.set(uses.append)
+        on_tool_use.set(uses.append)
         answers = await answer_calls(
             '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
             '<tool_call>{"name": "calculator", "arguments": {"expression": "1/0"}}</tool_call>'

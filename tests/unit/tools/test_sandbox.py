@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from raypo.tools import jail, sandbox
-from raypo.tools.sandbox import PythonSandbox, Ran, SandboxError
+from raypo.tools.sandbox import ProgramResult, PythonSandbox, SandboxError
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-def run(code: str, **limits) -> Ran:
+def run(code: str, **limits) -> ProgramResult:
     return asyncio.run(PythonSandbox(**limits).run(code))
 
 
@@ -92,26 +92,26 @@ def test_a_folder_is_read_also_where_one_in_it_is_named_before(tmp_path):
     for folder in (tmp_path, inner.parent, inner):
         folder.chmod(0o755)
     code = f"import os; print(open({str(file)!r}).read(), os.listdir({str(inner)!r}))"
-    assert run(code, readable=[inner, tmp_path]) == Ran("7 []\n", 0)
+    assert run(code, readable=[inner, tmp_path]) == ProgramResult("7 []\n", 0)
 
 
 def test_what_it_writes_is_gone_with_it():
     sandbox = PythonSandbox()
 
-    async def twice() -> list[Ran]:
+    async def twice() -> list[ProgramResult]:
         return [
             await sandbox.run("open('x', 'w').write('1'); open('/tmp/y', 'w')"),
             await sandbox.run("import os; print(os.listdir())"),
         ]
 
-    assert asyncio.run(twice()) == [Ran("", 0), Ran("['program.py']\n", 0)]
+    assert asyncio.run(twice()) == [ProgramResult("", 0), ProgramResult("['program.py']\n", 0)]
     assert not Path("/tmp/y").exists()
 
 
 def test_an_endless_loop_is_ended_and_what_it_printed_is_kept():
     begin = time.monotonic()
     ran = run("print('begun')\nwhile True: pass", time_limit_s=3.0)
-    assert ran == Ran("begun\n", None)
+    assert ran == ProgramResult("begun\n", None)
     assert time.monotonic() - begin < 30
 
 
@@ -145,7 +145,7 @@ def test_no_memory_is_kept_in_segments_that_are_mapped_nowhere():
         "    held += 2**26\n"
         "print(held, os.strerror(ctypes.get_errno()))"
     )
-    assert run(code) == Ran("0 Operation not permitted\n", 0)
+    assert run(code) == ProgramResult("0 Operation not permitted\n", 0)
 
 
 def test_no_memory_is_kept_in_files_that_lie_nowhere():
@@ -158,12 +158,12 @@ def test_no_memory_is_kept_in_files_that_lie_nowhere():
         "except PermissionError:\n"
         "    print(held)"
     )
-    assert run(code) == Ran("0\n", 0)
+    assert run(code) == ProgramResult("0\n", 0)
 
 
 def test_system_calls_that_reach_around_the_limits_are_refused():
     machine = jail.MACHINES.index(os.uname().machine)
-    numbers = [numbers[machine] for numbers in jail.REFUSED.values()]
+    numbers = [numbers[machine] for numbers in jail.REFUSED_CALLS.values()]
     x32 = [0x40000000 | number for number in numbers]  # the same once more
     code = LIBC + f"for number in {numbers + x32}: print(libc.syscall(number, 0, 0, 0, 0, 0, 0))\n"
     code += "print(os.strerror(ctypes.get_errno()))"
@@ -182,7 +182,10 @@ def test_system_calls_by_the_numbers_of_32_bits_end_the_program():
         "there = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
         "print(ctypes.CFUNCTYPE(ctypes.c_int)(there)())"
     )
-    assert run(code) in (Ran("", -signal.SIGSYS), Ran("", -signal.SIGSEGV))  # 32 bits may be off
+    assert run(code) in (
+        ProgramResult("", -signal.SIGSYS),
+        ProgramResult("", -signal.SIGSEGV),
+    )  # 32 bits may be off
 
 
 @pytest.mark.parametrize("family", [16, 30, 38, 40])  # AF_NETLINK, AF_TIPC, AF_ALG, AF_VSOCK
@@ -203,7 +206,7 @@ def test_a_fork_bomb_gets_no_more_processes_than_it_may_have():
         "except BlockingIOError:\n"
         "    print(number)"
     )
-    assert run(code, processes=5) == Ran("5\n", 0)
+    assert run(code, processes=5) == ProgramResult("5\n", 0)
 
 
 def test_a_fork_bomb_that_never_stops_is_ended_and_leaves_no_process():
@@ -262,11 +265,11 @@ def test_files_have_a_limit_of_bytes_and_of_number():
 
 def test_endless_output_is_cut_and_does_not_fill_the_memory():
     ran = run("while True: print('x' * 9999)", time_limit_s=3.0, max_output_chars=20)
-    assert ran == Ran("x" * 20, None, is_cut=True)
+    assert ran == ProgramResult("x" * 20, None, is_cut=True)
 
 
 def test_output_of_long_characters_is_counted_by_characters():
-    assert run("print('😀' * 21)", max_output_chars=20) == Ran("😀" * 20, 0, is_cut=True)
+    assert run("print('😀' * 21)", max_output_chars=20) == ProgramResult("😀" * 20, 0, is_cut=True)
 
 
 def test_one_sandbox_serves_event_loop_after_event_loop():
@@ -423,7 +426,7 @@ def start(request, ordinary_users_folder):
     def start_program(code: str, **limits) -> subprocess.Popen[str]:
         script = (
             f"import asyncio, sys; sys.path.insert(0, {str(ordinary_users_folder)!r})\n"
-            "from raypo.tools.sandbox import PythonSandbox, Ran\n"
+            "from raypo.tools.sandbox import PythonSandbox, ProgramResult\n"
             f"print(asyncio.run(PythonSandbox(**{limits!r}).run({code!r})))"
         )
         command = [python, "-B", "-c", script]
@@ -432,13 +435,13 @@ def start(request, ordinary_users_folder):
     return start_program
 
 
-def result(process: subprocess.Popen[str]) -> Ran:
+def result(process: subprocess.Popen[str]) -> ProgramResult:
     with process:
         try:
             printed, _ = process.communicate(timeout=30)
         finally:
             process.kill()
-    return eval(printed, {"Ran": Ran})
+    return eval(printed, {"ProgramResult": ProgramResult})
 
 
 def test_it_needs_no_root(start):
@@ -450,12 +453,12 @@ def test_it_needs_no_root(start):
         "        if os.fork() == 0: time.sleep(100)\n"
         "except BlockingIOError: print(number)"
     )
-    assert result(start(code, processes=3)) == Ran("65534\n3\n", 0)
+    assert result(start(code, processes=3)) == ProgramResult("65534\n3\n", 0)
 
 
 def test_a_signal_to_its_process_group_does_not_stop_its_supervisor(start):
     code = "import os, signal, time; os.kill(0, signal.SIGSTOP); time.sleep(100)"
-    assert result(start(code, time_limit_s=1.0)) == Ran("", None)
+    assert result(start(code, time_limit_s=1.0)) == ProgramResult("", None)
 
 
 CALL_OFF = "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"  # the parent-death signal
@@ -467,7 +470,7 @@ def test_a_signal_to_its_process_group_does_not_kill_its_supervisor(start):
     mark = f"raypo-left-{os.urandom(4).hex()}"
     code = f"import os, signal, sys\nmark = {mark!r}\nexecute, arguments = {ANOTHER}\n"
     code += CALL_OFF + "os.kill(0, signal.SIGKILL)\nexecute(*arguments)"
-    assert result(start(code, time_limit_s=5.0)) == Ran("", -signal.SIGKILL)
+    assert result(start(code, time_limit_s=5.0)) == ProgramResult("", -signal.SIGKILL)
     assert until_gone(mark)
 
 
@@ -507,7 +510,7 @@ def test_no_signal_to_process_1_ends_its_namespace(start):
         "    except PermissionError: pass\n"
         "print('alive')"
     )
-    assert result(start(code)) == Ran("alive\n", 0)
+    assert result(start(code)) == ProgramResult("alive\n", 0)
 
 
 def test_the_signals_that_its_user_may_queue_are_left_to_the_caller(start):
@@ -517,4 +520,4 @@ def test_the_signals_that_its_user_may_queue_are_left_to_the_caller(start):
         "while number < 1000 and libc.timer_create(1, 0, ctypes.byref(timer)) == 0: number += 1\n"
         "print(number)"
     )
-    assert result(start(code, files=100)) == Ran("100\n", 0)
+    assert result(start(code, files=100)) == ProgramResult("100\n", 0)

@@ -98,7 +98,7 @@ def test_other_programs_are_refused(main: str):
     ("text", "words"),
     [
         (f"{MAIN} --config-path=mine a.b=1", r"--config-path mine\): this YAML is not in"),
-        (f"{MAIN} ~a.b", r"\(~a.b\): is no override"),
+        (f"{MAIN} ~a.b", r"\(~a.b\): is not an override"),
         (f"{MAIN} a.b='x", "No closing quotation"),
         ("none.sh", "there is no such file"),
         ("echo hello", r"\(no known program\): only commands"),

@@ -15,7 +15,7 @@ from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import RECIPES
 from raypo.translation.foreign_arguments import defaults_of
 from raypo.translation.foreign_settings import RECIPES as RECIPES_OF_TRL
-from raypo.translation.foreign_settings import of_trl, read_source
+from raypo.translation.foreign_settings import read_source, trl_source
 from raypo.translation.run_file import run_file, translate
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
@@ -38,7 +38,7 @@ def trl(kind: str = "GRPOConfig", without: tuple[str, ...] = (), **fields: Any) 
             values["per_device_train_batch_size"] * values["steps_per_generation"]
         )
     values = {name: value for name, value in values.items() if name not in without}
-    return run_file(translate(of_trl(values, "args.json")))
+    return run_file(translate(trl_source(values, "args.json")))
 
 
 def todo(text: str) -> set[str]:

@@ -10,7 +10,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP
 from raypo.tuning.outcome import write_outcome
 from raypo.tuning.record import TrialRecord
-from raypo.tuning.sweep_folder import check_sweep_folder, is_done, recorded_config
+from raypo.tuning.sweep_folder import check_sweep_folder, is_complete, recorded_config
 
 SCORE = "eval/score_mean"
 BASE = """
@@ -103,13 +103,13 @@ def test_a_sweep_without_any_score_has_failed(base: Path):
     assert (outcome.status, outcome.best) == ("failed", None)
     assert "s-00002 failed: ValueError: no" in outcome.lines
     assert not (files.folder / "best.yaml").exists()
-    assert not is_done(sweep_of(base), files)
+    assert not is_complete(sweep_of(base), files)
 
 
 def test_a_finished_sweep_is_done_until_more_trials_are_wanted(base: Path):
     _, files = outcome_in(base, trials()[:2], num_samples=2)
-    assert is_done(sweep_of(base, num_samples=2), files)
-    assert not is_done(sweep_of(base, num_samples=3), files)
+    assert is_complete(sweep_of(base, num_samples=2), files)
+    assert not is_complete(sweep_of(base, num_samples=3), files)
 
 
 def test_a_sweep_with_a_failed_trial_is_not_done_and_the_trial_is_not_the_best(base: Path):
@@ -117,7 +117,7 @@ def test_a_sweep_with_a_failed_trial_is_not_done_and_the_trial_is_not_the_best(b
     records[1].status, records[1].error = "failed", "OSError: gone"
     outcome, files = outcome_in(base, records, num_samples=3)
     assert outcome.best.name == "s-00000"
-    assert not is_done(sweep_of(base, num_samples=3), files)
+    assert not is_complete(sweep_of(base, num_samples=3), files)
 
 
 def test_a_folder_of_another_sweep_is_refused_with_the_difference(base: Path):

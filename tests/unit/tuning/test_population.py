@@ -13,7 +13,7 @@ from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.checkpoints import SEGMENT, find_checkpoint
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.population import Population, Segment, copy_checkpoint, inside
+from raypo.tuning.population import Population, Segment, clamp_to_domains, copy_checkpoint
 from raypo.tuning.sweep_file import last_comparison
 
 
@@ -218,4 +218,4 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
     ],
 )
 def test_perturbed_values_stay_in_the_space(domain: Domain, value: Any, nearest: Any):
-    assert inside({"x": domain}, {"x": value}) == {"x": nearest}
+    assert clamp_to_domains({"x": domain}, {"x": value}) == {"x": nearest}

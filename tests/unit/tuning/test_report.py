@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from raypo.cli.monitor import page_of as live_page_of
+from raypo.cli.monitor import page_source as live_page_source
 from raypo.config.sweep_config import SweepConfig
 from raypo.report.page import Chart, Table, Words
 from raypo.storage.rollout_table import rollout_table
@@ -158,7 +158,7 @@ def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
 
 
 def test_the_live_page_of_a_sweep_follows_its_trials(folder: RunFiles):
-    make_page, version = live_page_of([folder.location])
+    make_page, version = live_page_source([folder.location])
     before = version()
     assert "trial 0 of 3" in make_page().html(with_plotly=False)
     RunFiles(f"{folder.location}/trials", "s-00000").append_metrics(1, {SCORE: 0.5})

@@ -13,7 +13,7 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import PastTrial, replay_past_trials
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import SCORED_STEP, UNKNOWN, VALUE, Goal
-from raypo.tuning.schedule import reports_of, scheduler_of, waiting_for_scores
+from raypo.tuning.schedule import reports_of, scheduler_of, with_score_gate
 
 CONTROLLER: Any = SimpleNamespace(search_alg=None, get_live_trials=list)
 
@@ -62,7 +62,7 @@ def test_no_trial_is_stopped_by_a_score_from_before_the_first_update(kind: str):
 @pytest.mark.parametrize("kind", [ASHAScheduler, MedianStoppingRule])
 def test_a_scheduler_of_the_users_waits_for_scores_too(kind: Any):
     own: Any = kind(time_attr="step", metric="eval/loss", mode="min", grace_period=1)
-    judge: Any = cloudpickle.loads(cloudpickle.dumps(waiting_for_scores(own)))
+    judge: Any = cloudpickle.loads(cloudpickle.dumps(with_score_gate(own)))
     assert isinstance(judge, kind)
     trials: Any = [PastTrial(f"trial {number}") for number in range(9)]
     for trial in trials:

@@ -20,7 +20,12 @@ from raypo.storage.run_state import paragraph, run_status
 from raypo.tuning import sweep_file as driver
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, read_trials, write_trials
-from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
+from raypo.tuning.sweep_folder import (
+    TRIALS_FOLDER,
+    recorded_config,
+    sweep_status,
+    with_trial_status,
+)
 from tests.unit.tuning.test_report import BASE, SCORE
 
 
@@ -81,7 +86,7 @@ def test_a_trial_that_the_scheduler_stopped_is_not_dead(files: RunFiles):
         run_files.append_metrics(10, {"time/step_s": 1.0})
         run = run_status(run_files, 0.0)
         assert run is not None
-        trial = as_trial(run, run_files)
+        trial = with_trial_status(run, run_files)
         told[number] = (trial.status, trial.go_on.split()[1])
     assert told == {0: ("finished", "report"), 1: ("stopped", "report"), 2: ("dead", "sweep")}
 

@@ -43,7 +43,7 @@ def test_a_resumed_trial_does_not_report_what_steps_that_it_repeats_had_scored(
         last.append(dict(reports._metrics))
         return SimpleNamespace(fit=lambda: None)
 
-    monkeypatch.setattr(trial, "trial_trainer", lambda run: run_nothing)
+    monkeypatch.setattr(trial, "trial_trainer_class", lambda run: run_nothing)
     context = SimpleNamespace(get_trial_name=lambda: files.name)
     monkeypatch.setattr(trial.tune, "get_context", lambda: context)
     run_trial({}, TrialSetup(BASE, str(Path(files.location).parent), str(tmp_path), GOAL))

@@ -24,7 +24,7 @@ from raypo.tuning.experiment import Interruption
 from raypo.tuning.goal import Goal
 from raypo.tuning.population import Segment
 from raypo.tuning.shared import Sharing
-from raypo.tuning.trial import TrialReports, point_of, trial_trainer
+from raypo.tuning.trial import TrialReports, point_of, trial_trainer_class
 from tests.integration.pipeline import rounds_values, sft_values, write_examples
 
 
@@ -186,7 +186,7 @@ def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers
     setup = cloudpickle.loads(cloudpickle.dumps(tuner._trial_setup(tuner._values, tuner.goal)))
     config = setup.config("a-00000", {})
     reports = TrialReports(setup.goal, {}, RunFiles(setup.storage_path, "a-00000"), None)
-    trial: Any = trial_trainer(config)(config, setup, reports, None)
+    trial: Any = trial_trainer_class(config)(config, setup, reports, None)
     assert trial.run_config.worker_runtime_env["env_vars"] == {"NCCL_DEBUG": "INFO"}
     assert trial.backend_config.timeout_s == 77
 
@@ -199,7 +199,7 @@ def test_a_pbt_trials_list_of_checkpoints_is_mended_in_its_segment(values: dict[
     files = RunFiles(config.storage_path, config.name)
     segment = Segment(files.name, number=2)
     reports = TrialReports(setup.goal, {}, files, segment)
-    trial: Any = trial_trainer(config)(config, setup, reports, segment)
+    trial: Any = trial_trainer_class(config)(config, setup, reports, segment)
     folder = RunFiles(files.location, "segment_2")
     folder.write("checkpoint_1/run.json", b'{"step": 1, "metrics": {}}')
     folder.write(CHECKPOINTS, b'{"checkpoint_res')
