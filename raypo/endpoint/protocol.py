@@ -101,9 +101,7 @@ class ChatRequest(_Wanted):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: Annotated[list[dict[Literal["type", "function"], Any]], Field(fail_fast=True)] | None = (
-        None
-    )
+    tools: list[dict[Literal["type", "function"], Any]] | None = Field(None, fail_fast=True)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None

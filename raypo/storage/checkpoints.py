@@ -189,7 +189,9 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
     for name in sorted(manifest)[rank::count]:
         size, digest = manifest[name]
         path = directory / name
-        if not path.is_file():
+        if path.is_symlink() or path.parent != directory:
+            problems.append(f"{name} is not a file of the checkpoint's folder")
+        elif not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size != size:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")

@@ -97,6 +97,17 @@ def test_a_damaged_file_is_named_by_one_worker_of_several(
     ]
 
 
+def test_files_elsewhere_are_not_of_the_checkpoint(checkpoint: Path):
+    outside = checkpoint.parent / "outside"
+    (checkpoint / NAMES[0]).rename(outside)
+    (checkpoint / NAMES[0]).symlink_to(outside)
+    assert damages(checkpoint) == [f"{NAMES[0]} is not a file of the checkpoint's folder"]
+    for manifest in checkpoint.glob("manifest_*"):
+        manifest.unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps({"../outside": [1, ""]}))
+    assert damages(checkpoint) == ["../outside is not a file of the checkpoint's folder"]
+
+
 @pytest.mark.parametrize("damage", ["gone", "truncated"])
 def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, damage: str):
     name = manifest_of(1, 2)
