@@ -183,6 +183,16 @@ class DeploymentHandle:
         self._on_all(lambda replica: replica.is_up(PROBE_TIMEOUT_S))
         return all(replica.gone for replica in self.replicas)
 
+    def loss(self) -> DeploymentError:
+        """Return the error of a deployment whose replicas are all lost for good."""
+        last = self.replicas[-1]
+        return DeploymentError(
+            f"{self.name}: no replica is left. Each replica is restarted up to max_restarts "
+            f"({self.limits.max_restarts}) times, but not after it was shut down or after "
+            f"the process that started it has ended. The last one, {last.name}, was lost: "
+            f"{last.gone}"
+        )
+
     def shutdown(self, grace_s: float | None = None) -> None:
         """Shut down the replicas.
 
@@ -220,13 +230,7 @@ class DeploymentHandle:
         """Return the replica to call next, if possible one that was not lost a moment ago."""
         left = [replica for replica in self.replicas if replica.gone is None]
         if not left:
-            last = self.replicas[-1]
-            raise DeploymentError(
-                f"{self.name}: no replica is left. Each replica is restarted up to max_restarts "
-                f"({self.limits.max_restarts}) times, but not after it was shut down or after "
-                f"the process that started it has ended. The last one, {last.name}, was lost: "
-                f"{last.gone}"
-            )
+            raise self.loss()
         able = [replica for replica in left if replica.index not in unprepared]
         if not able:
             raise NoReplicaLeft(

@@ -501,7 +501,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._allow_failures(self.config.max_failures)
         while True:
             try:
-                return TorchTrainer.fit(self)
+                result = TorchTrainer.fit(self)
+                if (reason := (result.return_value or {}).get("reason")) is not None:
+                    raise WorkerGroupError(reason, {})
+                return result
             except RayError as error:
                 if not is_lost_controller(error):
                     raise
@@ -658,6 +661,10 @@ def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
+        for handle in setup[RUNTIME_KEY].dedicated.values():
+            # An attempt cannot replace a dedicated role, so it ends the run before it loads models.
+            if handle.is_lost():
+                return {"status": "failed", "reason": str(handle.loss())}
         return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
 
     return loop

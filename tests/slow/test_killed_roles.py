@@ -5,14 +5,16 @@ docs/reliability.md has the table.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.train import TrainingFailedError
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.custom.in_subprocess import descendants, kill
-from tests.integration.task import numbers, raypo, read_metrics
+from tests.integration.task import numbers, pid_of, raypo, read_metrics, wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
 from tests.slow.killed_roles import PHASES, SERVED
 from tests.slow.test_ahead_matrix import ray_of_six
@@ -89,3 +91,30 @@ def test_a_driver_that_is_killed_in_each_phase_goes_on_when_it_is_started_again(
         assert command.returncode == (-9 if number < len(PHASES) else 0), error
     assert phases_of_kills(folder) == PHASES
     assert outcome(folder) == undisturbed
+
+
+def test_a_dedicated_role_that_is_not_restarted_any_more_ends_the_run_with_the_reason(
+    task: Path, ray_of_six: None, capsys: pytest.CaptureFixture[str]
+):
+    """Without the reason in the first place, `max_failures: -1` would repeat it for ever."""
+    keys = {
+        "name": "gone",
+        "num_steps": 50,
+        "placement.mode": {"engine": "dedicated"},
+        "placement.deployment.max_restarts": 0,
+        "max_failures": -1,
+    }
+    folder = task.parent / "runs" / "gone"
+
+    def kill_the_engine() -> None:
+        wait_for_steps(folder, 1)
+        kill(pid_of("raypo:gone:engine:0"))
+
+    beside = threading.Thread(target=kill_the_engine, daemon=True)
+    beside.start()
+    with pytest.raises(TrainingFailedError, match=r"no replica is left\..* max_restarts \(0\)"):
+        PPOTrainer(PPOConfig.load(task, keys)).fit()
+    beside.join(timeout=30)
+    told = capsys.readouterr().out
+    assert told.count("starting the engine") == 1, "the second attempt loads nothing"
+    assert "raypo: failed after" in told
