@@ -68,16 +68,17 @@ SERVERS: dict[str, tuple[Callable[[], Any], str, str, Any]] = {
 class Target:
     """A live server, and the request that it answers."""
 
-    def __init__(self, name: str, port: int) -> None:
-        self.name, self.port = name, port
+    def __init__(self, name: str, port: int, key: str = KEY) -> None:
+        self.name, self.port, self.key = name, port, key
         _, self.method, self.path, self.body = SERVERS[name]
 
-    def head(self, *lines: str, key: str = KEY) -> bytes:
+    def head(self, *lines: str, key: str | None = None) -> bytes:
+        key = self.key if key is None else key
         first = f"{self.method} {self.path} HTTP/1.1"
         own = [first, "Host: here", f"Authorization: Bearer {key}", *lines]
         return "\r\n".join(own).encode("utf-8", "surrogateescape") + b"\r\n\r\n"
 
-    def request(self, content: bytes | None = None, key: str = KEY) -> bytes:
+    def request(self, content: bytes | None = None, key: str | None = None) -> bytes:
         if content is None:
             content = b"" if self.body is None else json.dumps(self.body).encode()
         return self.head(f"Content-Length: {len(content)}", key=key) + content
@@ -96,7 +97,7 @@ class Target:
 
     def serves(self) -> bool:
         url = f"http://127.0.0.1:{self.port}{self.path}"
-        headers = {"Authorization": f"Bearer {KEY}"}
+        headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.request(self.method, url, json=self.body, headers=headers).status_code == 200
 
 
