@@ -257,6 +257,9 @@ def mend_list(files: RunFiles) -> str | None:
     try:
         results = json.loads(content)["checkpoint_results"]
         listed = [(result["checkpoint_dir_name"], result["metrics"]) for result in results]
+        # Storage may list a new folder late, but reads it at once.
+        unlisted = {name for name, _ in listed} - folders
+        folders |= {name for name in unlisted if files.read(f"{name}/{STATE}") is not None}
         remaining = [(name, metrics) for name, metrics in listed if name in folders]
         if len(remaining) == len(listed):
             return None

@@ -33,6 +33,11 @@ TIMEOUT_S = 300
 def keys(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two learner workers beside an engine, a reference and a reward model of their own."""
     folder = tmp_path_factory.mktemp("reward")
+    return dedicated_keys(task, folder)
+
+
+def dedicated_keys(task: Path, folder: Path) -> dict[str, Any]:
+    """Return the keys of the run, whose reward model is written to a folder."""
     return {
         "num_steps": NUM_STEPS,
         "model.reward": str(tiny_reward_model(folder / "model", task.parent / "policy")),
@@ -51,7 +56,8 @@ def outcome(folder: Path) -> tuple[list[dict[str, Any]], bytes]:
 
 def train(task: Path, keys: dict[str, Any], name: str) -> Path:
     config = PPOConfig.load(task, keys | {"name": name})
-    assert PPOTrainer(config).fit().return_value == {"status": "finished", "step": NUM_STEPS}
+    ended = {"status": "finished", "step": config.num_steps}
+    assert PPOTrainer(config).fit().return_value == ended
     return task.parent / "runs" / name
 
 
