@@ -35,6 +35,8 @@ class Now:
     step, name, folder = 0, "", Path()
     role = ""
     phases: ClassVar[list[str]] = PHASES
+    num_ahead = 0
+    """Steps whose sampling may begin before the loop takes their batch."""
     is_evaluating = False
     lock = threading.Lock()
 
@@ -74,7 +76,7 @@ def reached(phase: str) -> None:
     record = Now.folder / "killed.txt"
     with Now.lock:  # several threads write a checkpoint
         killed = record.read_text().splitlines() if record.exists() else []
-        if len(killed) < Now.step and Now.phases[len(killed) :][:1] == [phase]:
+        if len(killed) < Now.step + Now.num_ahead and Now.phases[len(killed) :][:1] == [phase]:
             pid = pid_of_role()
             record.write_text("".join(f"{name}\n" for name in [*killed, phase]))
             os.kill(pid, signal.SIGKILL)
@@ -108,6 +110,7 @@ def note_run_and_step() -> None:
         config = self._run.config
         Now.folder = Path(config.storage_path) / config.name
         Now.step, Now.name = step, config.name
+        Now.num_ahead = int(config.rollout.mode != "sync")
         Now.role, _, phase = config.name.partition(".")
         Now.phases = [phase] if phase else PHASES
         return own(self, step, *args)
