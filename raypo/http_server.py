@@ -120,6 +120,7 @@ def make_server(app: Any, *, keep_alive_s: int = 5) -> uvicorn.Server:
         http=_LimitedProtocol,
         ws="none",
         lifespan="off",
+        log_config=None,
         log_level="error",
         access_log=False,
         timeout_keep_alive=keep_alive_s,

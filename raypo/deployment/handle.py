@@ -183,7 +183,7 @@ class DeploymentHandle:
         self._on_all(lambda replica: replica.is_up(PROBE_TIMEOUT_S))
         return all(replica.gone for replica in self.replicas)
 
-    def loss(self) -> DeploymentError:
+    def lost_error(self) -> DeploymentError:
         """Return the error of a deployment whose replicas are all lost for good."""
         last = self.replicas[-1]
         return DeploymentError(
@@ -230,7 +230,7 @@ class DeploymentHandle:
         """Return the replica to call next, if possible one that was not lost a moment ago."""
         left = [replica for replica in self.replicas if replica.gone is None]
         if not left:
-            raise self.loss()
+            raise self.lost_error()
         able = [replica for replica in left if replica.index not in unprepared]
         if not able:
             raise NoReplicaLeft(

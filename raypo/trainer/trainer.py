@@ -664,7 +664,7 @@ def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         for handle in setup[RUNTIME_KEY].dedicated.values():
             # An attempt cannot replace a dedicated role, so it ends the run before it loads models.
             if handle.is_lost():
-                return {"status": "failed", "reason": str(handle.loss())}
+                return {"status": "failed", "reason": str(handle.lost_error())}
         return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
 
     return loop

@@ -29,6 +29,8 @@ from tests.integration.task import pid_of
 PHASES = ["sampling", "scoring", "update", "push", "evaluation", "checkpoint", "between"]
 """Phases of a step, in their order. One is disturbed in each step, the first in the first."""
 SERVED = ("engine", "reference", "reward_0")
+KILLED = (*SERVED, "worker_0", "worker_1", "controller", "driver")
+"""`worker_0` has the rollout controller; `controller` is that of Ray Train."""
 
 
 class Now:
@@ -111,7 +113,8 @@ def note_run_and_step() -> None:
         Now.folder = Path(config.storage_path) / config.name
         Now.step, Now.name = step, config.name
         Now.num_ahead = int(config.rollout.mode != "sync")
-        Now.role, _, phase = config.name.partition(".")
+        role, _, phase = config.name.partition(".")
+        Now.role = role if role in KILLED else ""
         Now.phases = [phase] if phase else PHASES
         return own(self, step, *args)
 

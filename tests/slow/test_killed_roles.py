@@ -16,7 +16,7 @@ from raypo import PPOConfig, PPOTrainer
 from raypo.custom.in_subprocess import descendants, kill
 from tests.integration.task import numbers, pid_of, raypo, read_metrics, wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
-from tests.slow.killed_roles import PHASES, SERVED
+from tests.slow.killed_roles import KILLED, PHASES
 from tests.slow.test_ahead_matrix import ray_of_six
 
 __all__ = ["ray_of_six"]
@@ -24,8 +24,7 @@ __all__ = ["ray_of_six"]
 pytestmark = pytest.mark.usefixtures("ray_of_six")
 
 NUM_STEPS = len(PHASES) + 1
-ROLES = [*SERVED, "worker_0", "worker_1", "controller"]
-"""`worker_0` has the rollout controller; `controller` is that of Ray Train."""
+ROLES = [role for role in KILLED if role != "driver"]
 TIMEOUT_S = 300
 
 
