@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ class Replica:
 
 @pytest.mark.usefixtures("local_ray")
 def test_no_process_of_a_local_ray_listens_to_other_machines():
-    actor = Replica.remote()
+    actor: Any = Replica.remote()
     assert ray.get(actor.node.remote()) == "127.0.0.1"
     driver = psutil.Process()
     addresses = {

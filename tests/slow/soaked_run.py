@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,11 @@ def disturb(view: StepView) -> None:
     """Kill a role if it is its turn. Each kill happens once, also if its step is repeated."""
     record = folder() / "kills.txt"
     done = len(record.read_text().splitlines()) if record.exists() else 0
-    for number, (step, role) in enumerate(kills()):
-        if step > view.step:
-            return
-        if number >= done:
-            with record.open("a") as file:
-                file.write(f"{view.step} {role}\n")
-            break
+    step, role = next(islice(kills(), done, None))
+    if step > view.step:
+        return
+    with record.open("a") as file:
+        file.write(f"{view.step} {role}\n")
     if role in SERVED:
         os.kill(pid_of(f"raypo:{NAME}:{role}:0"), signal.SIGKILL)
         return
