@@ -661,10 +661,14 @@ def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        for handle in setup[RUNTIME_KEY].dedicated.values():
-            # An attempt cannot replace a dedicated role, so it ends the run before it loads models.
-            if handle.is_lost():
+        # An attempt cannot replace a dedicated role: it ends the run before it loads models. The
+        # checks run beside the import, because a replica that is starting does not answer.
+        handles = [*setup[RUNTIME_KEY].dedicated.values()]
+        checks = [daemon_future(handle.is_lost, name="raypo-is-lost") for handle in handles]
+        module = import_module(f"raypo.recipes.{recipe}")
+        for handle, is_lost in zip(handles, checks, strict=True):
+            if is_lost.result():
                 return {"status": "failed", "reason": str(handle.lost_error())}
-        return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
+        return module.train_loop_per_worker(setup)
 
     return loop
