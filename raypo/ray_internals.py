@@ -49,6 +49,23 @@ def reload_environment() -> None:
     core.Config.initialize("")
 
 
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that is started in this context listen on the loopback interface only.
+
+    Ray does so on macOS and Windows. Elsewhere its ports, which can run code, are open to the
+    network, and `ray.init` has no argument against it.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 def readiness(actor: ActorHandle) -> Any:
     """Return an object reference that becomes ready when the actor can reply to calls."""
     ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]

@@ -40,6 +40,7 @@ def doctor(
     """
     from raypo.custom.in_subprocess import descendants, kill
     from raypo.doctor.preflight import as_json, lines, preflight, verdict
+    from raypo.tracking.console import printable
 
     before, has_left = set(descendants(os.getpid())), True
     try:
@@ -52,7 +53,7 @@ def doctor(
         typer.echo(as_json(results))
     else:
         for line in lines(results):
-            typer.echo(line)
+            typer.echo(printable(line))
         tell(verdict(results))
     status = FAILED if any(result.status == "fault" for result in results) else 0
     sys.stdout.flush()

@@ -38,8 +38,11 @@ def exit_status(*, resumes: bool = False) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error, each with the prefix `raypo:`."""
-    typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
+    """Write lines to standard error, each with the prefix `raypo:`, without control characters."""
+    from raypo.tracking.console import printable
+
+    lines = printable(text).splitlines()
+    typer.echo("\n".join(f"raypo: {line}" for line in lines), err=True)
 
 
 def _report_failure(error: Exception) -> int:
@@ -52,6 +55,7 @@ def _report_failure(error: Exception) -> int:
     from raypo.config import ConfigError
     from raypo.custom.errors import UserCodeError
     from raypo.ray_internals import cause_of
+    from raypo.tracking.console import printable
 
     start_error = getattr(error, "controller_failure", None)
     if isinstance(start_error, ConfigError):  # raised in a worker; Ray has added a traceback
@@ -64,10 +68,10 @@ def _report_failure(error: Exception) -> int:
         return WRONG_INPUT
     for cause in causes:
         if isinstance(cause, UserCodeError):
-            typer.echo(cause.user_frames, err=True, nl=False)
+            typer.echo(printable(cause.user_frames), err=True, nl=False)
             tell(cause.line)
             return FAILED
     # The text of Ray Train's error includes the workers' tracebacks.
     text = str(error) if failures else "".join(traceback.format_exception(error)).rstrip()
-    typer.echo(text, err=True)
+    typer.echo(printable(text), err=True)
     return FAILED

@@ -31,6 +31,7 @@ def status(
     from raypo.config import ConfigError
     from raypo.storage.run_files import RunFiles
     from raypo.storage.run_state import no_run, paragraph, run_status, table
+    from raypo.tracking.console import printable
     from raypo.tuning.sweep_folder import sweep_status, with_trial_status
 
     now = time.time()
@@ -64,8 +65,9 @@ def status(
             )
             if not statuses:
                 raise no_run(location)
-            all_statuses += sorted(statuses, key=lambda run: run.age_s or 0.0)
+            statuses.sort(key=lambda run: run.age_s or 0.0)
+            all_statuses += [replace(run, name=printable(run.name)) for run in statuses]
     if len(all_statuses) == 1:
-        typer.echo("\n".join(paragraph(all_statuses[0])))
+        typer.echo(printable("\n".join(paragraph(all_statuses[0]))))
     else:
-        Console(highlight=False).print(table(all_statuses))
+        Console(highlight=False, markup=False).print(table(all_statuses))

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from raypo.ray_internals import (
     address_file,
     dashboard_address,
     is_driver,
+    on_loopback,
     reload_environment,
 )
 from raypo.tracking.console import Console
@@ -167,12 +168,13 @@ def _connect(section: ClusterSection) -> bool:
         init_options = {"address": "local", "include_dashboard": True}
     _set_defaults(_DRIVER_DEFAULTS)
     try:
-        ray.init(
-            namespace=section.namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **init_options,
-        )
+        with nullcontext() if address else on_loopback():
+            ray.init(
+                namespace=section.namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **init_options,
+            )
     except ConnectionError as error:  # `auto`, but no Ray runs on this machine
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(

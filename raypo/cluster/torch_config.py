@@ -35,14 +35,17 @@ def prepare_worker(num_workers: int) -> None:
     """Check a worker's GPUs, and set gloo's interface unless the user has set it.
 
     Gloo takes the interface of the host's name. On many systems (127.0.1.1 in Debian's /etc/hosts)
-    that is the loopback interface, which no other node can reach.
+    that is the loopback interface, which no other node can reach. A Ray that raypo has started is
+    on the loopback interface; its workers listen nowhere else.
 
     Raises:
         ConfigError: the worker cannot use its GPUs.
     """
     check_granted(num_workers)
-    if num_workers > 1 and GLOO_INTERFACE not in os.environ and is_loopback(socket.gethostname()):
-        name = interface_of(ray.util.get_node_ip_address())
+    node, host = ray.util.get_node_ip_address(), socket.gethostname()
+    is_other = is_loopback(host) != is_loopback(node)
+    if num_workers > 1 and GLOO_INTERFACE not in os.environ and is_other:
+        name = interface_of(node)
         if name is not None:
             os.environ[GLOO_INTERFACE] = name
 

@@ -24,6 +24,7 @@ from yaml import YAMLError
 
 from raypo.config import only_if
 from raypo.config.fields import FUNCTION, PATH, flatten, marked_keys, nested
+from raypo.config.passwords import has_password
 from raypo.config.paths import is_uri, make_absolute
 from raypo.config.refusals import mistakes
 
@@ -133,6 +134,15 @@ class RunFile(Config):
 
     def _problems(self) -> Iterator[str]:
         yield from only_if.problems(self)
+        for key, value in flatten(self.model_dump(mode="json")).items():
+            if any(
+                isinstance(text, str) and has_password(key, text) for text in _as_sequence(value)
+            ):
+                yield (
+                    f"{key}: has a password or key, which the run's files would show. Remove it "
+                    "here, and set the environment variable that its storage or service reads "
+                    "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, RAYPO_REWARD_TOKEN, ...)."
+                )
 
     @property
     def paths(self) -> list[str]:

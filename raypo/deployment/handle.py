@@ -191,6 +191,16 @@ class DeploymentHandle:
         self._run_on_all(lambda replica: replica.check_health(PROBE_TIMEOUT_S))
         return all(replica.permanent_error for replica in self.replicas)
 
+    def lost_error(self) -> DeploymentError:
+        """Return the error of a deployment whose replicas are all lost for good."""
+        last = self.replicas[-1]
+        return DeploymentError(
+            f"{self.name}: no replica is left. Each replica is restarted up to max_restarts "
+            f"({self.deployment.max_restarts}) times, but not after it was shut down or after "
+            f"the process that started it has ended. The last one, {last.name}, was lost: "
+            f"{last.permanent_error}"
+        )
+
     def shutdown(self, grace_s: float | None = None) -> None:
         """Shut down the replicas.
 
@@ -228,13 +238,7 @@ class DeploymentHandle:
         """Return the replica to call next, preferably one that was not lost recently."""
         restartable = [replica for replica in self.replicas if replica.permanent_error is None]
         if not restartable:
-            last = self.replicas[-1]
-            raise DeploymentError(
-                f"{self.name}: no replica is left. Each replica is restarted up to max_restarts "
-                f"({self.deployment.max_restarts}) times, but not after it was shut down or after "
-                f"the process that started it has ended. The last one, {last.name}, was lost: "
-                f"{last.permanent_error}"
-            )
+            raise self.lost_error()
         candidates = [
             replica for replica in restartable if replica.index not in failed_prerequisites
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -13,17 +12,13 @@ from pathlib import Path
 from raypo.cluster.hardware import this_machine
 from raypo.cluster.machine import cluster_address
 from raypo.config import AnyConfig, ClusterSection, ConfigError, load_run_config
+from raypo.config.passwords import without_passwords
 from raypo.doctor.machine_checks import machine_checks
 from raypo.doctor.result import STATUSES, Result, ok, refused, run_checks
 from raypo.doctor.run_checks import input_checks, reward_check
 from raypo.storage.summary import installed_versions
 
 INDENT = " " * 10
-_USER_OF_URI = re.compile(r"(?<=://)(?:[^/\s]+|[^/:@\s]+:(?!\d+/)[^@\s]*)@")
-"""User and password of a URI. A password may contain / although it should be escaped."""
-_SECRET_OPTION = re.compile(
-    r"([?&][\w.-]*(?:key|token|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE
-)
 
 
 def preflight(
@@ -98,8 +93,7 @@ def as_json(results: Sequence[Result]) -> str:
 def without_secrets(result: Result) -> Result:
     """Return a result without users, passwords and keys in its URIs."""
     names = ("check", "found", "meaning", "remedy")
-    texts = {name: _USER_OF_URI.sub("", getattr(result, name)) for name in names}
-    texts = {name: _SECRET_OPTION.sub(r"\1***", text) for name, text in texts.items()}
+    texts = {name: without_passwords(getattr(result, name)) for name in names}
     return dataclasses.replace(result, **texts)
 
 

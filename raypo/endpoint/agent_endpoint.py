@@ -14,11 +14,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ray.util import get_node_ip_address
 
+from raypo.cluster.network import is_loopback
 from raypo.config import ConfigError
 from raypo.endpoint.protocol import Answer, Answering, Wanted
 
@@ -72,9 +73,8 @@ class AgentEndpoint:
         Raises:
             ConfigError: the host is not an address of this machine.
         """
-        import uvicorn  # installed by the `serve` extra, as is Starlette
-
-        from raypo.endpoint.app import app_of
+        from raypo.endpoint.app import app_of  # needs the `serve` extra
+        from raypo.http_server import make_server
 
         with self._starting:
             if self._server is None:
@@ -86,18 +86,11 @@ class AgentEndpoint:
                         f"this address: {error}. Set it to 127.0.0.1, to 0.0.0.0, or to an "
                         "address of every worker's node."
                     ) from error
-                host = get_node_ip_address() if self._host == "0.0.0.0" else self._host
+                host = _address_for_others() if self._host == "0.0.0.0" else self._host
                 _use_no_proxy(host)
                 self._base_url = f"http://{host}:{listening.getsockname()[1]}/v1"
-                self._server = uvicorn.Server(
-                    uvicorn.Config(
-                        app_of(self._episodes.get, self._max_model_len),
-                        lifespan="off",
-                        log_config=None,
-                        access_log=False,
-                        timeout_keep_alive=KEEP_ALIVE_S,
-                    )
-                )
+                app = app_of(self._episodes.get, self._max_model_len)
+                self._server = make_server(app, keep_alive_s=KEEP_ALIVE_S)
                 run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
                 threading.Thread(**run, daemon=True).start()
             return self._base_url
@@ -106,6 +99,16 @@ class AgentEndpoint:
         """Stop the server, if it is running."""
         if self._server:
             self._server.should_exit = self._server.force_exit = True
+
+
+def _address_for_others() -> str:
+    """Return this node's address: Ray's, or the network's if Ray is on the loopback interface."""
+    host = get_node_ip_address()
+    if is_loopback(host):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; an address of no network (RFC 5737)
+            return probe.getsockname()[0]
+    return host
 
 
 def _use_no_proxy(host: str) -> None:

@@ -23,7 +23,7 @@ from raypo.endpoint.protocol import (
     answer_of,
     read,
 )
-from raypo.http_server import BodyTooLargeError, body_of
+from raypo.http_server import BodyError, body_of
 
 NAME = "policy"
 """Model name that the endpoint reports."""
@@ -76,8 +76,8 @@ def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> St
 def _refused(_: Request, error: Exception) -> Response:
     """Return an error in the format of OpenAI's API."""
     if not isinstance(error, RequestError):
-        status = 413 if isinstance(error, BodyTooLargeError) else 400
-        error = RequestError(str(error), status if isinstance(error, ValueError) else 500)
+        status = 400 if isinstance(error, ValueError) else 500
+        error = RequestError(str(error), error.status if isinstance(error, BodyError) else status)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": str(error), "type": kind, "param": None, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status)

@@ -20,7 +20,8 @@ from raypo.data.stop_tokens import without_end
 from raypo.serving.requests import Completion
 from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+# fail_fast, because a body of 64 MB can have millions of errors, which would take all memory.
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Stop = str | Annotated[list[str], Field(max_length=16)] | None
 
 
@@ -68,9 +69,9 @@ class CompletionRequest(_Wanted):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Ids
-        | Annotated[list[Ids], Field(min_length=1)]
+        | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Literal[0, 1] | None = None
     echo: Literal[False] = False
@@ -96,11 +97,11 @@ class CompletionRequest(_Wanted):
 class ChatRequest(_Wanted):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    tools: list[dict[Literal["type", "function"], Any]] | None = None
+    tools: list[dict[Literal["type", "function"], Any]] | None = Field(None, fail_fast=True)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from raypo.report.samples import by_sample, evenly, num_tokens, tokenizer_of, turns_of
 from raypo.storage.rollout_table import PART
 from raypo.storage.run_files import RunFiles
+from raypo.tracking.console import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,6 +40,7 @@ def print_samples(
     """
     from rich.console import Console
     from rich.panel import Panel
+    from rich.text import Text
 
     tokenizer = tokenizer_of(files, files.config() or {})
     samples = by_sample(files.rollouts(step))
@@ -46,9 +48,10 @@ def print_samples(
     console = Console(file=stream, highlight=False)
     mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
     how = f"{order} first" if order else "evenly chosen"
-    console.print(f"{files.name}, step {step}: {len(samples)} samples{mean}; {how}", markup=False)
+    head = f"{files.name}, step {step}: {len(samples)} samples{mean}; {how}"
+    console.print(printable(head), markup=False)
     for rows in chosen(samples, order, count):
-        console.print(Panel(_body(rows, tokenizer), title=_title(rows), title_align="left"))
+        console.print(Panel(_body(rows, tokenizer), title=Text(_title(rows)), title_align="left"))
 
 
 def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sample]:
@@ -80,7 +83,7 @@ def _title(rows: Sample) -> str:
     sources = dict(row["scores_by_source"] or [])
     if len(sources) > 1:
         parts += [f"{name} {value:.3g}" for name, value in sources.items() if value is not None]
-    return "  ".join(parts)
+    return printable("  ".join(parts))
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
@@ -89,22 +92,25 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
     from rich.rule import Rule
     from rich.text import Text
 
+    def line(text: str, style: str) -> Text:
+        return Text(printable(text), style=style)
+
     lines: list[RenderableType] = []
     for number, row in enumerate(rows, start=1):
         if number > 1:
             lines.append(Rule(f"conversation {number} of {len(rows)}", style="dim"))
-        lines.append(Text(f"prompt: {row['prompt']}", style="dim"))
+        lines.append(line(f"prompt: {row['prompt']}", "dim"))
         for turn in turns_of(row, tokenizer):
             earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
             author, style = ("policy", "") if turn.by_policy else ("environment", "dim italic")
-            lines.append(Text(f"{author}: {turn.text}", style=style) + earned)
-            lines += [Text(f"  {words}", style="dim") for words in turn.tools]
+            lines.append(line(f"{author}: {turn.text}", style) + earned)
+            lines += [line(f"  {words}", "dim") for words in turn.tools]
     if error := (rows[0]["episode"] or {}).get("error"):
-        lines.append(Text(f"failed: {error}", style="bold"))
+        lines.append(line(f"failed: {error}", "bold"))
     for name, text in rows[0].get("reward_texts") or ():
-        lines.append(Text(f"{name}: {text}", style="dim"))
+        lines.append(line(f"{name}: {text}", "dim"))
     if rows[0]["label"] is not None:
-        lines.append(Text(f"label: {rows[0]['label']}", style="dim"))
+        lines.append(line(f"label: {rows[0]['label']}", "dim"))
     for name, text in rows[0].get("row") or ():
-        lines.append(Text(f"{name}: {text}", style="dim"))
+        lines.append(line(f"{name}: {text}", "dim"))
     return Group(*lines)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from raypo.http_server import BodyTooLargeError, body_of, has_token
+from raypo.http_server import BodyError, body_of, has_token
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
@@ -37,6 +37,8 @@ def make_app(
         nonlocal waiting
         if token and not has_token(request.headers, token):
             return _error(401, "the token is missing or wrong")
+        if not token and "Origin" in request.headers:  # browsers say so, other clients do not
+            return _error(403, "pages of a browser need a token")
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests are already waiting", headers=busy)
@@ -45,8 +47,8 @@ def make_app(
             rollouts = from_request(await body_of(request))
             async with turn:
                 scores = await run_sync(lambda: score(function, rollouts))
-        except BodyTooLargeError as error:
-            return _error(413, str(error))
+        except BodyError as error:
+            return _error(error.status, str(error))
         except WireError as error:
             return _error(422, str(error))
         except RewardError as error:

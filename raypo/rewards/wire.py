@@ -28,7 +28,7 @@ from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
 """Environment variable with the token, for client and server."""
-Ids = list[Annotated[int, Field(ge=-(2**31), lt=2**31)]]
+Ids = Annotated[list[Annotated[int, Field(ge=-(2**31), lt=2**31)]], Field(fail_fast=True)]
 
 
 class WireError(ValueError):
@@ -46,14 +46,15 @@ class Sample(BaseModel):
     finish_reason: str | None = None
     prompt_index: int | None = None
     sample_index: int | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     data_source: str | None = None
     row: dict[str, Any] = Field(default_factory=dict)
     """Columns of the data that JSON can hold."""
 
 
 class _Request(BaseModel):
-    samples: list[Sample]
+    # fail_fast, because a body of 64 MB can have millions of errors, which would take all memory.
+    samples: Annotated[list[Sample], Field(fail_fast=True)]
 
 
 def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -191,7 +191,9 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
     for name in sorted(manifest)[rank::count]:
         size, digest = manifest[name]
         path = directory / name
-        if not path.is_file():
+        if path.is_symlink() or path.parent != directory:
+            problems.append(f"{name} is not a file of the checkpoint's folder")
+        elif not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size != size:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
@@ -257,6 +259,9 @@ def mend_list(files: RunFiles) -> str | None:
     try:
         results = json.loads(content)["checkpoint_results"]
         listed = [(result["checkpoint_dir_name"], result["metrics"]) for result in results]
+        # Storage may list a new folder late, but reads it at once.
+        unlisted = {name for name, _ in listed} - folders
+        folders |= {name for name in unlisted if files.read(f"{name}/{STATE}") is not None}
         remaining = [(name, metrics) for name, metrics in listed if name in folders]
         if len(remaining) == len(listed):
             return None

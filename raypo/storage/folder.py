@@ -106,10 +106,26 @@ class Folder:
         self.location = str(path)
         """Final location of the files: a path or a URI."""
 
+    def local(self, name: str) -> Path:
+        """Return the local path of a file or subfolder.
+
+        Raises:
+            ConfigError: a symbolic link leads out of this folder. Whoever may write to a shared
+                folder could otherwise have other files of this user read or overwritten.
+        """
+        path, root = self.path / name, os.path.realpath(self.path)
+        real = os.path.realpath(path)
+        if real != root and not real.startswith(f"{root.rstrip('/')}/"):
+            raise ConfigError(
+                f"{path}: a symbolic link leads out of the run's folder, to {real}. Remove the "
+                "link, or replace it by what it leads to."
+            )
+        return path
+
     def read(self, name: str) -> bytes | None:
         """Return the content of a file, or None if it does not exist."""
         try:
-            return (self.path / name).read_bytes()
+            return self.local(name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
@@ -135,13 +151,13 @@ class Folder:
 
     def stage(self, name: str) -> Path:
         """Return the local path of a file, ready for appending. Its folder is created."""
-        path = self.path / name
+        path = self.local(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def names(self, below: str = "") -> list[str]:
         """Return the names of files and folders directly in a folder, sorted."""
-        folder = self.path / below
+        folder = self.local(below)
         try:
             return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         except PermissionError as error:
@@ -149,12 +165,12 @@ class Folder:
 
     def written_at(self, name: str) -> float | None:
         """Return a file's modification time in seconds since 1970, or None if there is no file."""
-        path = self.path / name
+        path = self.local(name)
         return path.stat().st_mtime if path.exists() else None
 
     def delete(self, name: str) -> None:
         """Remove a file if it exists."""
-        (self.path / name).unlink(missing_ok=True)
+        (self.local(os.path.dirname(name)) / os.path.basename(name)).unlink(missing_ok=True)
 
     def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Copy changed files to the final location. A no-op here: files are written in place.

@@ -184,7 +184,7 @@ class RunFiles:
         if content is not None:
             lines = _whole_lines(content).splitlines(keepends=True)
             content = b"".join(line for line in lines if json.loads(line)["step"] <= after_step)
-            replace_file(self.folder / _METRICS, content)
+            replace_file(self._folder.local(_METRICS), content)
             self._has_whole_lines = True
         for name in self._folder.names(_ROLLOUTS):
             match = _ROLLOUT_NAME.fullmatch(name)
@@ -192,7 +192,7 @@ class RunFiles:
                 self._folder.delete(f"{_ROLLOUTS}/{name}")
 
     def _drop_torn_line(self) -> None:
-        path = self.folder / _METRICS
+        path = self._folder.local(_METRICS)
         if path.exists():
             content = path.read_bytes()
             if content != _whole_lines(content):
@@ -209,7 +209,7 @@ class RunFiles:
             held_out: True for an evaluation: `rollouts/held_out_00000.parquet`.
         """
         name, content = _rollouts_name(step, held_out), to_parquet(table)
-        retried(lambda: replace_file(self.folder / name, content), f"writing {name}")
+        retried(lambda: replace_file(self._folder.local(name), content), f"writing {name}")
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
         """Return the completed steps with saved rollouts (or held-out samples), ascending."""
@@ -253,7 +253,7 @@ class RunFiles:
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Write the resolved config, as plain nested values."""
         text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
-        replace_file(self.folder / _CONFIG, text.encode())
+        replace_file(self._folder.local(_CONFIG), text.encode())
 
     def config(self) -> dict[str, Any] | None:
         """Return the resolved config, or None if there is none."""
@@ -262,7 +262,7 @@ class RunFiles:
 
     def write_inputs(self, text: str) -> None:
         """Write `inputs.json`: digests of the files that the config names (see `raypo.inputs`)."""
-        replace_file(self.folder / _INPUTS, text.encode())
+        replace_file(self._folder.local(_INPUTS), text.encode())
 
     def inputs(self) -> dict[str, Any] | None:
         """Return the content of `inputs.json`, or None if there is none."""
@@ -271,7 +271,7 @@ class RunFiles:
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file atomically."""
-        replace_file(self.folder / name, content)
+        replace_file(self._folder.local(name), content)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file, or None if it does not exist."""
@@ -293,7 +293,7 @@ class RunFiles:
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}
         text = json.dumps(finite(summary), indent=2) + "\n"
-        replace_file(self.folder / _SUMMARY, text.encode())
+        replace_file(self._folder.local(_SUMMARY), text.encode())
 
     def summary(self) -> dict[str, Any] | None:
         """Return the summary, or None if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -32,11 +33,21 @@ _RESULTS = {
 }
 """Metrics for the last line of a run, with their labels. The first one that the run has is shown.
 """
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 MAX_PARTS = 4
 """Maximum number of named parts of the score in a step line. `reward/...` of metrics.jsonl has all.
 """
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
+
+
+def printable(text: str) -> str:
+    """Escape control characters, so that a text of others cannot command the terminal.
+
+    Line feeds and tabs stay. Marks that change the direction of writing are escaped, too: they can
+    make a text look like another.
+    """
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class Console:
@@ -128,7 +139,8 @@ class Console:
             self._view.step(self._step, metrics)
 
     def message(self, text: str) -> None:
-        """Write a separate line, above the live view."""
+        """Write a separate line, above the live view. Control characters are escaped."""
+        text = printable(text)
         if self._view is not None:
             self._view.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -528,7 +528,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._allow_failures(self.config.max_failures)
         while True:
             try:
-                return TorchTrainer.fit(self)
+                result = TorchTrainer.fit(self)
+                if (reason := (result.return_value or {}).get("reason")) is not None:
+                    raise WorkerGroupError(reason, {})
+                return result
             except RayError as error:
                 if not is_lost_controller(error):
                     raise
@@ -692,6 +695,14 @@ def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
+        # An attempt cannot replace a dedicated role: it ends the run before it loads models. The
+        # checks run beside the import, because a replica that is starting does not answer.
+        handles = [*setup[RUNTIME_KEY].dedicated.values()]
+        checks = [daemon_future(handle.is_lost, name="raypo-is-lost") for handle in handles]
+        module = import_module(f"raypo.recipes.{recipe}")
+        for handle, is_lost in zip(handles, checks, strict=True):
+            if is_lost.result():
+                return {"status": "failed", "reason": str(handle.lost_error())}
+        return module.train_loop_per_worker(setup)
 
     return loop

@@ -23,6 +23,7 @@ from raypo.serving.requests import SamplingRequest
 from tests.integration.task import raypo
 from tests.stand_ins import generate
 from tests.tiny import tiny_policy
+from tests.unit.test_hostile_requests import Target, hostile_requests, is_fine
 
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 KEY = "a-key"
@@ -123,6 +124,16 @@ def test_nothing_is_told_without_the_key(base_url: str, path: str):
         openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0).models.list()
     assert httpx.get(base_url.replace("/v1", path)).status_code == 401
     assert httpx.get(base_url.replace("/v1", "/health")).status_code == 200
+
+
+def test_hostile_requests_leave_the_server_whole(base_url: str, client: Any):
+    port = int(base_url.rsplit(":", 1)[1].partition("/")[0])
+    for name, content in hostile_requests(Target("endpoint", port, KEY)).items():
+        status = Target("endpoint", port).status(content)
+        assert status is None or status >= 400 or is_fine(name, Target("endpoint", port)), name
+    for name, content in hostile_requests(Target("endpoint", port, "wrong")).items():
+        assert Target("endpoint", port).status(content) in (None, 400, 401, 404, 431), name
+    assert [model.id for model in client.models.list()] == ["tiny"]
 
 
 def test_a_port_that_is_taken_is_refused_at_once(base_url: str, tmp_path: Path):

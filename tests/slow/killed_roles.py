@@ -1,6 +1,7 @@
 """A callback whose module kills one role of a run in one phase after another.
 
-The name of the run is the role. The run's folder has the phases in which it was killed.
+The name of the run is the role; `ROLE.PHASE` is for a single phase. The run's folder has the
+phases in which the role was killed.
 """
 
 import os
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -28,10 +29,16 @@ from tests.integration.task import pid_of
 PHASES = ["sampling", "scoring", "update", "push", "evaluation", "checkpoint", "between"]
 """Phases of a step, in their order. One is disturbed in each step, the first in the first."""
 SERVED = ("engine", "reference", "reward_0")
+KILLED = (*SERVED, "worker_0", "worker_1", "controller", "driver")
+"""`worker_0` has the rollout controller; `controller` is that of Ray Train."""
 
 
 class Now:
-    step, role, folder = 0, "", Path()
+    step, name, folder = 0, "", Path()
+    role = ""
+    phases: ClassVar[list[str]] = PHASES
+    num_ahead = 0
+    """Steps whose sampling may begin before the loop takes their batch."""
     is_evaluating = False
     lock = threading.Lock()
 
@@ -61,7 +68,7 @@ def pid_of_role() -> int:
         return pid_of_actor("ray::TrainController")
     if Now.role == "driver":
         return parent().ppid()
-    return pid_of(f"raypo:{Now.role}:{Now.role}:0")
+    return pid_of(f"raypo:{Now.name}:{Now.role}:0")
 
 
 def reached(phase: str) -> None:
@@ -71,7 +78,7 @@ def reached(phase: str) -> None:
     record = Now.folder / "killed.txt"
     with Now.lock:  # several threads write a checkpoint
         killed = record.read_text().splitlines() if record.exists() else []
-        if len(killed) < Now.step and PHASES[len(killed) :][:1] == [phase]:
+        if len(killed) < Now.step + Now.num_ahead and Now.phases[len(killed) :][:1] == [phase]:
             pid = pid_of_role()
             record.write_text("".join(f"{name}\n" for name in [*killed, phase]))
             os.kill(pid, signal.SIGKILL)
@@ -104,7 +111,11 @@ def note_run_and_step() -> None:
     def take(self: Rollouts, step: int, *args: Any) -> Any:
         config = self._run.config
         Now.folder = Path(config.storage_path) / config.name
-        Now.step, Now.role = step, config.name
+        Now.step, Now.name = step, config.name
+        Now.num_ahead = int(config.rollout.mode != "sync")
+        role, _, phase = config.name.partition(".")
+        Now.role = role if role in KILLED else ""
+        Now.phases = [phase] if phase else PHASES
         return own(self, step, *args)
 
     def evaluate_policy(*args: Any, **named: Any) -> Any:

@@ -12,9 +12,13 @@ from ray.exceptions import (
     OutOfMemoryError,
     RayTaskError,
 )
-from ray.train import UserCallback
+from ray.train import UserCallback, WorkerGroupError
+from ray.train.torch import TorchTrainer
 
+from raypo.cluster.actors import DeploymentError
 from raypo.cluster.run_monitor import Monitor
+from raypo.run.setup import RUNTIME_KEY
+from raypo.trainer.trainer import RecipeTrainer, _loop
 from raypo.trainer.watch import PrintingCallback, advice, failures_left, is_lost_controller
 
 
@@ -33,6 +37,23 @@ def test_a_lost_controller_counts_with_the_lost_workers(
     max_failures: int, failures: int, left: int | None
 ):
     assert failures_left(max_failures, failures) == left
+
+
+def test_an_attempt_without_a_dedicated_role_ends_the_run_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Another attempt would fail in the same way, with `max_failures: -1` for ever."""
+    error = DeploymentError("engine: no replica is left")
+    handle = SimpleNamespace(is_lost=lambda: True, lost_error=lambda: error)
+    ended = _loop("ppo")({RUNTIME_KEY: SimpleNamespace(dedicated={"engine": handle})})
+    assert ended == {"status": "failed", "reason": str(error)}
+    result = SimpleNamespace(return_value=ended)
+    monkeypatch.setattr(TorchTrainer, "fit", lambda self: result)
+    trainer: Any = SimpleNamespace(
+        config=SimpleNamespace(max_failures=-1), _allow_failures=lambda count: None
+    )
+    with pytest.raises(WorkerGroupError, match="engine: no replica is left"):
+        RecipeTrainer._fit_under_controllers(trainer, None)  # type: ignore[arg-type]
 
 
 def test_only_a_controller_whose_process_ended_has_a_successor():

@@ -87,19 +87,27 @@ def own_interface() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("host", "given", "count", "is_set"),
+    ("host", "node", "given", "count", "is_set"),
     [
-        ("127.0.1.1", None, 2, True),
-        ("127.0.1.1", None, 1, False),
-        ("127.0.1.1", "mine", 2, False),
-        ("10.0.0.3", None, 2, False),
+        ("127.0.1.1", None, None, 2, True),
+        ("127.0.1.1", None, None, 1, False),
+        ("127.0.1.1", None, "mine", 2, False),
+        ("10.0.0.3", None, None, 2, False),
+        ("10.0.0.3", "127.0.0.1", None, 2, True),
+        ("127.0.1.1", "127.0.0.1", None, 2, False),
     ],
 )
-def test_gloo_gets_the_interface_of_rays_address_where_the_hosts_name_is_the_loopbacks(
-    monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, count: int, is_set: bool
+def test_gloo_gets_the_interface_of_rays_address_where_the_hosts_name_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    node: str | None,
+    given: str | None,
+    count: int,
+    is_set: bool,
 ):
-    name, ip = own_interface()
-    monkeypatch.setattr("socket.gethostbyname", lambda _: host)
+    name, ip = ("lo", node) if node else own_interface()
+    own = socket.gethostname()
+    monkeypatch.setattr("socket.gethostbyname", lambda name: host if name == own else name)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if given:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)

@@ -534,3 +534,25 @@ def test_all_keys_that_are_left_to_the_user_are_told_at_once():
         PPOConfig.parse(values, origin="run.yaml")
     (line,) = str(error.value).splitlines()
     assert line.startswith("run.yaml: name, data.prompts, ppo.kl.coef (TODO): ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("storage_path", "s3://KEY:pa/ss@bucket/runs"),
+        ("storage_path", "s3://bucket/runs?access_key=a&secret_key=pass"),
+        ("data__prompts", ["abfs://data/x.jsonl?sig=pass"]),
+        ("reward__url", "http://user:pass@host:8000/score"),
+        ("rollout__engine__extra", {"hf_token": "pass"}),
+    ],
+)
+def test_a_password_in_a_run_file_is_refused_because_the_run_would_record_it(key: str, value):
+    text = refused(**{key: value})
+    assert f"{key.replace('__', '.')}" in text
+    assert "has a password or key, which the run's files would show" in text
+    assert "pass@" not in text
+
+
+def test_addresses_without_a_password_stay():
+    for path in ("s3://bucket/runs?region=eu", "hdfs://user@host:9000/a", "gs://a/b@c"):
+        assert PPOConfig.parse(with_keys(storage_path=path)).storage_path == path

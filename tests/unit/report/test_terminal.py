@@ -67,6 +67,18 @@ def test_text_that_looks_like_markup_is_shown_as_it_is(tmp_path: Path):
     assert "[bold]x[/nothing]" in stream.getvalue()
 
 
+def test_samples_cannot_command_the_terminal(tmp_path: Path):
+    hostile = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202etext\u00a0\u3042\u200d"
+    files = RunFiles(str(tmp_path), "r")
+    texts = {"prompt": hostile, "response": hostile, "label": hostile, "row": {"level": hostile}}
+    files.write_rollouts(1, rollout_table([rollout(1, 0, 0) | texts]))
+    stream = io.StringIO()
+    print_samples(files, 1, None, 1, stream)
+    out = stream.getvalue()
+    assert not set(out) & set("\x1b\x07\x9b\r\u202e")
+    assert out.count("\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\r\\u202etext\u00a0\u3042\u200d") == 3
+
+
 def test_wrong_input_is_told(tmp_path: Path):
     run = str(write_run(tmp_path, steps=2))
     for arguments, words in (

@@ -332,6 +332,27 @@ def test_only_the_right_token_opens_the_server(monkeypatch: pytest.MonkeyPatch):
         assert scores_of(client(url)) == EXPECTED
 
 
+def test_a_redirect_is_not_followed_so_the_token_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with (
+        scripted(lambda body, number: (200, numbers(body))) as (elsewhere, followed),
+        scripted(lambda body, number: (307, {}), headers={"Location": elsewhere}) as (url, _),
+    ):
+        assert "status 307" in reason_of(client(url))
+    assert followed == []
+
+
+def test_a_page_in_a_browser_cannot_use_a_server_without_a_token():
+    body = to_request(ROLLOUTS[:1])
+    headers = {"Origin": "https://elsewhere.example"}
+    with served(as_number) as url:
+        assert httpx.post(url, json=body, headers=headers).status_code == 403
+        assert httpx.post(url, json=body).status_code == 200
+    with served(as_number, token="secret") as url:
+        headers["Authorization"] = "Bearer secret"
+        assert httpx.post(url, json=body, headers=headers).status_code == 200
+
+
 def test_a_full_server_says_come_again():
     entered, release = threading.Event(), threading.Event()
 

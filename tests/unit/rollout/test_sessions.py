@@ -387,6 +387,15 @@ def test_the_endpoint_is_where_the_config_says(tokenizer, host):
     assert told[0].startswith(f"http://{reached}:")
 
 
+def test_the_endpoint_for_others_is_not_on_the_loopback_interface_of_a_local_ray(
+    tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    outside = get_node_ip_address()
+    monkeypatch.setattr("raypo.endpoint.agent_endpoint.get_node_ip_address", lambda: "127.0.0.1")
+    played(tokenizer, "Says", endpoint_host="0.0.0.0")
+    assert told[0].startswith(f"http://{outside}:")
+
+
 def test_an_address_of_no_interface_is_told(tokenizer):
     (error,) = errors(played(tokenizer, "Says", endpoint_host="203.0.113.7"))
     assert (error or "").startswith(

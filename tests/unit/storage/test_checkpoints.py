@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from raypo.learner.state import write_tensors
-from raypo.ray_internals import CHECKPOINTS
+from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.checkpoints import (
     MANIFEST,
     SCORE,
+    STATE,
     DamagedCheckpointError,
     damages,
     manifest_of,
@@ -97,6 +100,17 @@ def test_a_damaged_file_is_named_by_one_worker_of_several(
     ]
 
 
+def test_files_elsewhere_are_not_of_the_checkpoint(checkpoint: Path):
+    outside = checkpoint.parent / "outside"
+    (checkpoint / NAMES[0]).rename(outside)
+    (checkpoint / NAMES[0]).symlink_to(outside)
+    assert damages(checkpoint) == [f"{NAMES[0]} is not a file of the checkpoint's folder"]
+    for manifest in checkpoint.glob("manifest_*"):
+        manifest.unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps({"../outside": [1, ""]}))
+    assert damages(checkpoint) == ["../outside is not a file of the checkpoint's folder"]
+
+
 @pytest.mark.parametrize("damage", ["gone", "truncated"])
 def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, damage: str):
     name = manifest_of(1, 2)
@@ -159,6 +173,34 @@ def test_a_list_that_is_written_anew_still_ranks_the_best_checkpoint_highest(tmp
         return [each.metrics["step"] for each in manager.best_checkpoint_results]
 
     assert asyncio.run(save()) == [3, 1]
+
+
+class LateList(LocalFileSystem):
+    """Storage that does not list the newest checkpoint yet."""
+
+    cachable = False
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        entries = super().ls(path, detail=True, **options)
+        shown = [entry for entry in entries if not entry["name"].endswith("checkpoint_2")]
+        return shown if detail else [entry["name"] for entry in shown]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_checkpoint_that_the_storage_lists_late_is_not_given_up(tmp_path: Path):
+    entries = [(f"checkpoint_{step}", {"step": step}) for step in (1, 2)]
+    for name, state in entries:
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / STATE).write_text(json.dumps(state))
+    (tmp_path / "run" / CHECKPOINTS).write_bytes(checkpoint_list(entries))
+    files = RunFiles(tmp_path.as_uri(), "run")
+    storage = PyFileSystem(FSSpecHandler(LateList()))
+    files._folder._file_system = storage  # type: ignore[attr-defined]
+    assert "checkpoint_1" in files.names()
+    assert "checkpoint_2" not in files.names()
+    assert mend_list(files) is None
+    shutil.rmtree(tmp_path / "run" / "checkpoint_2")
+    assert "checkpoints of it are missing: checkpoint_2" in (mend_list(files) or "")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -5,9 +5,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -566,6 +567,50 @@ def test_a_file_that_a_link_or_a_uri_leads_to_would_be_removed_too(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     for root in (tmp_path / "link", tmp_path.as_uri()):
         assert RunFiles(str(root), "r").would_remove(f"{tmp_path}/r/policy")
+
+
+def test_links_out_of_a_runs_folder_are_not_followed(tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    secret, table = outside / "secret", outside / "step_00001.parquet"
+    secret.write_text("name: secret\n")
+    pq.write_table(rollout_table([row()]), table)
+    files = RunFiles(str(tmp_path), "r")
+    files.append_metrics(1, {"x": 1.0})
+    for name in ("config.yaml", "summary.json", "inputs.json", "metrics.jsonl"):
+        (files.folder / name).unlink(missing_ok=True)
+        (files.folder / name).symlink_to(secret)
+    (files.folder / "rollouts").symlink_to(outside)
+    (files.folder / "timeline").symlink_to(outside)
+    uses: list[Callable[[], Any]] = [
+        files.config,
+        files.summary,
+        files.inputs,
+        files.metrics,
+        files.timeline,
+        lambda: files.rollouts(1),
+        lambda: files.append_metrics(2, {"x": 1.0}),
+        lambda: files.append_timeline("worker", {}),
+        lambda: files.write_rollouts(2, rollout_table([row()])),
+        lambda: files.write_summary({}),
+        lambda: files._folder.delete("rollouts/step_00001.parquet"),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigError, match="a symbolic link leads out of the run's folder, to"):
+            use()
+    (files.folder / "metrics.jsonl").unlink()
+    files._folder.remove()
+    assert secret.read_text() == "name: secret\n"
+    assert table.exists()
+
+
+def test_a_link_within_a_runs_folder_and_to_it_is_followed(tmp_path: Path):
+    files = RunFiles(str(tmp_path), "r")
+    files.append_metrics(1, {"x": 1.0})
+    (tmp_path / "r" / "metrics.jsonl").rename(tmp_path / "r" / "older.jsonl")
+    (tmp_path / "r" / "metrics.jsonl").symlink_to("older.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "r")
+    assert RunFiles(str(tmp_path), "link").metrics() == [{"step": 1, "x": 1.0}]
 
 
 @contextmanager

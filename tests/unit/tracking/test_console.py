@@ -72,6 +72,17 @@ def test_ci_gets_plain_lines_even_where_it_has_a_terminal(monkeypatch):
     assert "\x1b" not in run(Terminal())
 
 
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_what_user_code_prints_cannot_command_the_terminal(kind: type[io.StringIO]):
+    stream = kind()
+    console = Console(stream)
+    console.start("r", 4, None, "runs/r")
+    console.message("printed: \x1b]52;c;cm0=\x07")
+    console.close("finished")
+    assert "printed: \\x1b]52;c;cm0=\\x07" in stream.getvalue()
+    assert "\x1b]52" not in stream.getvalue()
+
+
 def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
     text = run(Terminal())
 
