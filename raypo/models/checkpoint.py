@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
@@ -295,5 +296,6 @@ def first_line(error: Exception) -> str:
 _KINDS = {
     AutoModel: "model",
     AutoModelForCausalLM: "causal language model",
+    AutoModelForImageTextToText: "model of images and text",
     AutoModelForSequenceClassification: "sequence classifier (reward model)",
 }

@@ -1,0 +1,104 @@
+"""Tiny random vision-language models for tests, and what a processor would make of images."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+
+from raypo.types import Images
+
+IMAGE, VIDEO, START, END = 4, 5, 6, 7
+"""Token ids: placeholders of image and video, and what stands around an image."""
+PATCH, MERGE, CHANNELS = 4, 2, 3
+TEXT: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.3,
+}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+CONFIGS: dict[str, Any] = {
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": dict(ROPE)},
+        vision_config={**TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+        tie_word_embeddings=False,
+        **IDS,
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": ROPE | {"mrope_interleaved": True}},
+        vision_config={
+            **TOWER,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        tie_word_embeddings=False,
+        **IDS,
+    ),
+}
+"""Configs by model type."""
+
+
+def tiny_vision_model(kind: str, *, seed: int = 0) -> Any:
+    """Return a random float32 model of a model type in `CONFIGS`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(CONFIGS[kind](), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases and norms, too
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def made_up_images(*sizes: tuple[int, int], seed: int = 0) -> Images:
+    """Return random images as a processor of Qwen would.
+
+    Args:
+        sizes: Height and width of each image, in tokens.
+        seed: Seed of the pixels.
+    """
+    grid = np.array([(1, MERGE * height, MERGE * width) for height, width in sizes], np.int64)
+    width = CHANNELS * 2 * PATCH**2
+    pixels = np.random.default_rng(seed).normal(size=(int(grid.prod(1).sum()), width))
+    inputs = {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid}
+    digest = hashlib.sha256(pixels.tobytes() + grid.tobytes()).hexdigest()
+    return Images((), inputs, IMAGE, digest)
+
+
+def prompt_of(images: Images | None, *text: int) -> np.ndarray:
+    """Return the token ids of a prompt with images, each before one of the tokens of a text."""
+    if images is None:
+        return np.array(text, np.int64)
+    ids: list[int] = []
+    counts = images.inputs["image_grid_thw"].prod(1) // MERGE**2
+    for place, token in enumerate(text):
+        if place < len(counts):
+            ids += [START, *[IMAGE] * int(counts[place]), END]
+        ids.append(token)
+    return np.array(ids, np.int64)
