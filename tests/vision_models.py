@@ -5,13 +5,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Idefics3Config,
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
 
 from raypo.types import Images
 
 IMAGE, VIDEO, START, END = 4, 5, 6, 7
 """Token ids: placeholders of image and video, and what stands around an image."""
 PATCH, MERGE, CHANNELS = 4, 2, 3
+SIDE = 16
+"""Height and width of an image in pixels, for models whose images all have one size."""
 TEXT: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -35,6 +44,15 @@ TOWER: dict[str, Any] = {
     "patch_size": PATCH,
     "spatial_merge_size": MERGE,
     "temporal_patch_size": 2,
+    "initializer_range": 0.3,
+}
+SQUARES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
     "initializer_range": 0.3,
 }
 IDS = {
@@ -61,6 +79,17 @@ CONFIGS: dict[str, Any] = {
         tie_word_embeddings=False,
         **IDS,
     ),
+    "smolvlm": lambda: SmolVLMConfig(
+        text_config={**TEXT, "model_type": "llama"}, vision_config=SQUARES, image_token_id=IMAGE
+    ),
+    "idefics3": lambda: Idefics3Config(
+        text_config={**TEXT, "model_type": "llama"}, vision_config=SQUARES, image_token_id=IMAGE
+    ),
+    "llava": lambda: LlavaConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**SQUARES, "model_type": "clip_vision_model"},
+        image_token_index=IMAGE,
+    ),
 }
 """Configs by model type."""
 
@@ -76,27 +105,45 @@ def tiny_vision_model(kind: str, *, seed: int = 0) -> Any:
     return model.eval()
 
 
-def made_up_images(*sizes: tuple[int, int], seed: int = 0) -> Images:
-    """Return random images as a processor of Qwen would.
+def made_up_images(kind: str, *sizes: tuple[int, int], seed: int = 0) -> Images:
+    """Return random images as the processor of a model type would.
 
     Args:
-        sizes: Height and width of each image, in tokens.
+        kind: Model type.
+        sizes: Height and width of each image, in tokens, if images of the model type have sizes.
         seed: Seed of the pixels.
     """
     grid = np.array([(1, MERGE * height, MERGE * width) for height, width in sizes], np.int64)
-    width = CHANNELS * 2 * PATCH**2
-    pixels = np.random.default_rng(seed).normal(size=(int(grid.prod(1).sum()), width))
-    inputs = {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid}
+    shapes: dict[str, tuple[int, ...]] = {
+        "qwen": (int(grid.prod(1).sum()), CHANNELS * 2 * PATCH**2),
+        "llav": (len(sizes), CHANNELS, SIDE, SIDE),
+        "smol": (1, len(sizes), CHANNELS, SIDE, SIDE),
+        "idef": (1, len(sizes), CHANNELS, SIDE, SIDE),
+    }
+    pixels = np.random.default_rng(seed).normal(size=shapes[kind[:4]]).astype(np.float32)
+    inputs = {"pixel_values": pixels}
+    if kind.startswith("qwen"):
+        inputs["image_grid_thw"] = grid
+    elif not kind.startswith("llav"):  # below, an image has padding
+        inputs["pixel_attention_mask"] = np.ones((1, len(sizes), SIDE, SIDE), np.int64)
+        inputs["pixel_attention_mask"][0, -1, SIDE // 2 :] = 0
     digest = hashlib.sha256(pixels.tobytes() + grid.tobytes()).hexdigest()
     return Images((), inputs, IMAGE, digest)
 
 
-def prompt_of(images: Images | None, *text: int) -> np.ndarray:
+def prompt_of(kind: str, images: Images | None, *text: int) -> np.ndarray:
     """Return the token ids of a prompt with images, each before one of the tokens of a text."""
     if images is None:
         return np.array(text, np.int64)
+    if kind.startswith("qwen"):
+        counts = images.inputs["image_grid_thw"].prod(1) // MERGE**2
+    else:
+        patches = (SIDE // PATCH) ** 2
+        pixels = images.inputs["pixel_values"]
+        counts = [patches if kind == "llava" else patches // 4] * (
+            pixels.size // CHANNELS // SIDE**2
+        )
     ids: list[int] = []
-    counts = images.inputs["image_grid_thw"].prod(1) // MERGE**2
     for place, token in enumerate(text):
         if place < len(counts):
             ids += [START, *[IMAGE] * int(counts[place]), END]

@@ -28,7 +28,7 @@ REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 own, because their layers have sliding windows or linear attention. No test records the experts of
 FlexOlmo."""
 
-VISION = ("qwen2_5_vl", "qwen3_vl")
+VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Model types whose images the learner reads: log-probs and gradients of packed rows equal those of
 transformers (`tests/unit/models/test_vision.py`)."""
 
