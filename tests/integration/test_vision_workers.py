@@ -10,7 +10,7 @@ from tests.integration.test_workers import assert_agrees_with_one_worker, run_wo
 from tests.vision_models import tiny_vision_model
 
 KIND = "qwen3_vl"
-CASES = [("float32", 0), ("float32", 2)]
+CASES = [("float32", 0), ("float32", 2), ("float32", 3)]
 
 
 @pytest.fixture(scope="module")
