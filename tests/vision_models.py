@@ -56,13 +56,13 @@ SQUARES: dict[str, Any] = {
     "patch_size": PATCH,
     "initializer_range": 0.3,
 }
-IDS = {
+IDS: dict[str, Any] = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+ROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 CONFIGS: dict[str, Any] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": dict(ROPE)},
@@ -122,7 +122,7 @@ def made_up_images(kind: str, *sizes: tuple[int, int], seed: int = 0) -> Images:
         "idef": (1, len(sizes), CHANNELS, SIDE, SIDE),
     }
     pixels = np.random.default_rng(seed).normal(size=shapes[kind[:4]]).astype(np.float32)
-    inputs = {"pixel_values": pixels}
+    inputs: dict[str, np.ndarray] = {"pixel_values": pixels}
     if kind.startswith("qwen"):
         inputs["image_grid_thw"] = grid
     elif not kind.startswith("llav"):  # below, an image has padding
@@ -172,7 +172,7 @@ def all_rows(kind: str) -> list[Row]:
     ]
 
 
-def rows(kind: str, *which: int) -> dict[str, list[Any]]:
+def rows(kind: str, *which: int) -> dict[str, Any]:
     """Return the arguments of `pack` for some rows of `all_rows`, or without numbers for all."""
     of_kind = all_rows(kind)
     of_rows = [of_kind[row] for row in which] or of_kind
