@@ -194,12 +194,12 @@ def of_transformers(model: Any, prompt: np.ndarray, response: np.ndarray, images
     return model(input_ids=ids, **inputs)
 
 
-def separate_log_probs(model: Any, **rows: list[Any]) -> Tensor:
+def separate_log_probs(model: Any, *, temperature: float = 1.0, **rows: list[Any]) -> Tensor:
     """Return the log-probs of all response tokens, [M], by transformers alone."""
     log_probs = []
     for prompt, response, images in zip(*rows.values(), strict=True):
         logits = of_transformers(model, prompt, response, images).logits[0, len(prompt) - 1 : -1]
         logits = logits.index_fill(1, torch.tensor([IMAGE]), -torch.inf)  # cannot be sampled
         ids = torch.from_numpy(response)[:, None]
-        log_probs.append(logits.log_softmax(-1).gather(-1, ids)[:, 0])
+        log_probs.append((logits / temperature).log_softmax(-1).gather(-1, ids)[:, 0])
     return torch.cat(log_probs)

@@ -572,7 +572,10 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     Gemma3ForSequenceClassification(config).save_pretrained("composite")
     tokenizer.save_pretrained("composite")
     made = config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False)
-    make_task(made, tokenizer).network.model.save_pretrained("trained")  # type: ignore[arg-type]
+    network: Any = make_task(made, tokenizer).network  # type: ignore[arg-type]
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[1] for name in trained} == {"language_model", "weight"}
+    network.model.save_pretrained("trained")
     model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])

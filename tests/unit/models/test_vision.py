@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from raypo.models.lora import load_policy
 from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import Packed, in_whole_blocks, pack
 from raypo.models.token_log_probs import packed_log_probs
+from raypo.serving.frozen import ReferenceModel
 from raypo.types import Example
+from tests.rollouts import plain_rollout
 from tests.vision_models import (
     CONFIGS,
     of_transformers,
@@ -149,6 +152,22 @@ def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
     assert of_free is not None
     assert entropy.isfinite().all()
     assert not torch.equal(entropy, of_free)
+
+
+def test_a_reference_model_sees_the_images(folder: Path) -> None:
+    """Its batches are smaller than all rows, and rows of equal token ids have other images."""
+    reference = ReferenceModel(str(folder), dtype="float32", temperature=0.5, max_batch_tokens=24)
+    arguments = rows(folder.name)
+    rollouts = [
+        plain_rollout(
+            num_response=len(response), prompt_ids=prompt, response_ids=response, images=images
+        )
+        for prompt, response, images in zip(*arguments.values(), strict=True)
+    ]
+    log_probs = np.concatenate(reference.log_probs(rollouts))
+    with torch.no_grad():
+        expected = separate_log_probs(policy(folder), temperature=0.5, **arguments)
+    torch.testing.assert_close(torch.from_numpy(log_probs), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lora", [None, PolicyLoraSection(rank=2)])
