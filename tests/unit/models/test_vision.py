@@ -15,6 +15,7 @@ from raypo.config import ModelSection, PolicyLoraSection
 from raypo.learner.tasks import response_batch
 from raypo.models import packing
 from raypo.models.critic import Critic, CriticStart
+from raypo.models.loading import is_causal
 from raypo.models.lora import load_policy
 from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import Packed, in_whole_blocks, pack
@@ -172,6 +173,7 @@ def test_a_reference_model_sees_the_images(folder: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, PolicyLoraSection(rank=2)])
 def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) -> None:
+    assert is_causal(str(folder))
     critic, _ = Critic.load(
         CriticStart(str(folder)), dtype="float32", lora=lora, frozen=("vision",)
     )
