@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Images:
+    """Images of one prompt. All samples of the prompt's group hold the same object."""
+
+    files: tuple[bytes, ...]
+    """Encoded images (PNG, JPEG, ...), in the order of their placeholders, for the engine."""
+    inputs: Mapping[str, np.ndarray]
+    """What the model's processor made of them, under the names of the model's forward method, such
+    as `pixel_values` and `image_grid_thw`, for the learner."""
+    placeholder_id: int
+    """Token that stands in the prompt's ids for each vector of the vision tower."""
+    digest: str
+    """SHA-256 of the files, in hex digits; the engine's cache knows the images by it."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the prompt data, tokenised once.
 
@@ -34,6 +49,7 @@ class Prompt:
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row."""
+    images: Images | None = None
     group_index: int = -1
     """Index of the draw in the run, from 0. The samples of one draw are a group. -1 means that the
     prompt has not been drawn."""
@@ -127,6 +143,8 @@ class Rollout:
     prompt token, in each of L layers. None without `rollout.router_replay`."""
     response_experts: np.ndarray | None = None
     """The same of the response tokens, [T, L, k]; 0 for the last one, which no model reads."""
+    images: Images | None = None
+    """Images of the prompt."""
     minibatch: int = 0
     """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
     sharded."""
@@ -166,6 +184,8 @@ class Example:
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     mask: np.ndarray | None = None  # bool [T]; None means True everywhere
     """True on the tokens to learn, if the response has several turns of a conversation."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -189,6 +209,8 @@ class Pair:
     """Margin by which the chosen response is better, in units of the score."""
     ref_log_probs: tuple[float, float] | None = None
     """Log-probs of the chosen and the rejected response under the reference, summed over tokens."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -206,6 +228,8 @@ class Verdict:
     other_ids: np.ndarray  # int32 [T'], a response to another prompt, to estimate the KL
     ref_log_probs: tuple[float, float] | None = None
     """Log-probs of `response_ids` and `other_ids` under the reference, summed over tokens."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -289,6 +313,7 @@ class Experience:
     last_values: Tensor | None = None  # [B] float32, critic, after a truncated response
     advantages: Tensor | None = None  # [B, T] float32
     returns: Tensor | None = None  # [B, T] float32
+    images: tuple[Images | None, ...] | None = None  # [B], the prompt's; None: no row has any
 
     def __post_init__(self) -> None:
         rows, prompt = self.prompt_ids.shape
@@ -297,13 +322,13 @@ class Experience:
         expected |= dict.fromkeys(_BY_RESPONSE, (rows,))
         if self.parts is not None:
             expected["parts"] = (rows, self.parts.shape[-1])
-        for each in fields(self):
-            value = getattr(self, each.name)
-            shape = expected.get(each.name, (rows, response))
+        for name, value in self._tensors().items():
+            shape = expected.get(name, (rows, response))
             # Experts have two more axes.
-            assert value is None or tuple(value.shape[:2]) == shape, (
-                f"Experience.{each.name} has shape {tuple(value.shape)}, expected {shape}"
+            assert tuple(value.shape[:2]) == shape, (
+                f"Experience.{name} has shape {tuple(value.shape)}, expected {shape}"
             )
+        assert self.images is None or len(self.images) == rows
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -332,7 +357,7 @@ class Experience:
         """Mask with True on tokens that the losses count; bool [B, T]."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
-    def with_(self, **changes: Tensor | None) -> Experience:
+    def with_(self, **changes: Any) -> Experience:
         """Return the same batch with some fields replaced."""
         return replace(self, **changes)
 
@@ -354,7 +379,7 @@ class Experience:
                 return value.new_ones((1, 1))
             return value.new_zeros((*(1 for _ in value.shape[:2]), *value.shape[2:]))
 
-        return self._changed(row)
+        return replace(self, images=None)._changed(row)
 
     def select(self, rows: Tensor) -> Experience:
         """Return the given rows, trimmed to their longest prompt and longest response.
@@ -372,10 +397,14 @@ class Experience:
             by_token = value.dim() > 1 and name != "parts"
             return value[rows, :responses] if by_token else value[rows]
 
-        return self._changed(picked)
+        images = self.images and tuple(self.images[row] for row in rows.tolist())
+        return replace(self, images=None)._changed(picked).with_(images=images)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the fields that hold a tensor, by name."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: v for k, v in held.items() if v is not None and k != "images"}
 
     def _changed(self, change: Callable[[str, Tensor], Tensor]) -> Experience:
-        """Return the batch with `change(name, value)` applied to each field that is not None."""
-        held = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        changed: dict[str, Any] = {k: v if v is None else change(k, v) for k, v in held}
-        return Experience(**changed)
+        """Return the batch with `change(name, value)` applied to each tensor."""
+        return replace(self, **{k: change(k, v) for k, v in self._tensors().items()})

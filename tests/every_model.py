@@ -39,9 +39,11 @@ from raypo.models.checkpoint import network_class
 from raypo.models.loading import (
     check_classifier,
     check_trainable,
+    language_class,
     load_causal_lm,
     load_reward_model,
 )
+from raypo.models.model_files import VISION
 from raypo.types import Example, Pair
 
 CAUSAL, CLASSIFIER, MULTIMODAL = "causal", "classifier", "multimodal"
@@ -119,6 +121,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "qwen2_5_vl": {
+        "text_config": {
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        }
+    },
     "t5": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
@@ -281,7 +288,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         ConfigError: raypo refuses the architecture.
         AssertionError: raypo and transformers differ.
     """
-    if kind == MULTIMODAL and architecture not in NAMES[CAUSAL]:
+    if kind == MULTIMODAL and architecture not in (*NAMES[CAUSAL], *VISION):
         try:
             network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
         except ConfigError:
@@ -297,7 +304,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
     with patch.object(export, "SHARD_BYTES", 20_000):  # many files, and tensors larger than two
         learner.model_export(NoTokenizer()).save(folder / "out", Workers())
     # Of some multimodal models, the causal language model is only a part.
-    own = AutoModelForCausalLM if kind == MULTIMODAL else KINDS[kind]
+    own = language_class(str(folder / "out")) if kind == MULTIMODAL else KINDS[kind]
     exported: Any = own.from_pretrained(folder / "out").eval()
     after = outputs(exported)
     assert not torch.equal(after, built), "the step changed nothing"

@@ -20,6 +20,7 @@ from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import (
     REPLAYED,
     ROUTED,
+    VISION,
     cached_folder,
     looks_like_hub_id,
     max_positions,
@@ -237,38 +238,80 @@ def check_models(config: AnyConfig) -> None:
             read the same token ids have different tokens; a token has no row in the embedding; or
             LoRA cannot train the requested layers.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     from raypo.models import checkpoint, loading, lora, model_folder
 
     model: Any = config.model
     is_reward_model = isinstance(config, RewardModelConfig)
-    classifier, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
+    classifier = AutoModelForSequenceClassification
+    kinds = {"model.critic": AutoModel, "model.reward": classifier}
+    if is_reward_model:
+        kinds["model.policy"] = classifier
     for key, path in models_of(config):
-        kind = {"model.critic": AutoModel, "model.reward": classifier}.get(key, causal)
-        if key == "model.policy" and is_reward_model:
-            kind = classifier
+        kind = kinds.get(key) or loading.language_class(path, key=key)
         if kind is classifier:
             loading.check_classifier(key, path)
         if key in ("model.policy", "model.critic"):
             loading.check_trainable(key, path)
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
-        checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
+        checkpoint.check_weights(key, path, kind, new_head=is_reward_model)
     check_rotations(config, on_hub=True)
+    if getattr(config.data, "image_key", None) is not None:
+        check_images(config)
     _check_routers(config)
     _check_router_replay(config)
     check_shared_rows(config)
-    kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
-    if config.data.chat_template_kwargs:
-        _check_template_kwargs(config)
+    _check_template_kwargs(config)
     for key, path in models_of(config):
         if key != "model.policy":
             _check_tokenizer(config, key, path)
     if model.lora is not None:
+        kind = kinds.get("model.policy") or loading.language_class(model.policy)
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def check_images(config: AnyConfig) -> None:
+    """Refuse a run whose prompts have images, if one of its models could not read them.
+
+    Raises:
+        ConfigError: a model that reads the prompts' token ids has no vision tower that raypo reads
+            images with, or the learner could not pass images.
+    """
+    from raypo.models.checkpoint import read_config
+
+    model, learner = config.model, config.learner
+    for key, path in models_of(config):
+        kind = read_config(path, key=key).model_type
+        reads_text = key == "model.reward" or isinstance(config, RewardModelConfig)
+        reads_text = reads_text or isinstance(config, DistillationConfig)
+        if key == JUDGE or (kind in VISION and not reads_text):
+            continue
+        why = "as a classifier or a teacher" if reads_text else f"of the architecture {kind}"
+        raise ConfigError(
+            f"{key} ({path}): the prompts have images, but raypo reads no images with a model "
+            f"{why}. Give a policy, reference and critic of {', '.join(VISION)}, or prompts "
+            "without images."
+        )
+    if model.attention != "auto":
+        raise ConfigError(
+            f"model.attention ({model.attention}): images are read in packed rows only. Set it to "
+            "auto."
+        )
+    if learner.sequence_parallel > 1:
+        raise ConfigError(
+            f"learner.sequence_parallel ({learner.sequence_parallel}): workers cannot share the "
+            "tokens of rows with images. Set it to 1."
+        )
+    if "vision" not in model.freeze and learner.total_workers > 1:
+        raise ConfigError(
+            f"model.freeze ({list(model.freeze)}): a vision tower is trained by one learner worker "
+            f"only, because a worker may have no images, but there are {learner.total_workers} "
+            "workers. Set it to [vision]."
+        )
 
 
 def _check_routers(config: AnyConfig) -> None:
@@ -337,6 +380,8 @@ def _check_template_kwargs(config: AnyConfig) -> None:
     from raypo.models.loading import load_tokenizer
 
     variables = config.data.chat_template_kwargs
+    if not variables:
+        return
     try:
         check_variables(load_tokenizer(config.model.policy), variables)
     except MessageError as error:

@@ -46,6 +46,7 @@ class Policy(nn.Module):
             device=batch.response_mask.device,
             experts=batch.experts,
             group=self.sequence_group,
+            images=batch.images,
         )
 
 

@@ -128,6 +128,7 @@ def sliced(packed: Packed, workers: SequenceGroup | None) -> Packed:
     """
     if workers is None:
         return packed
+    assert not packed.images, "images are refused with learner.sequence_parallel"
     if packed.layout.device.type == "cuda":
         packed = in_whole_blocks(packed)
     total = packed.input_ids.shape[1]

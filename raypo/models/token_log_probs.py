@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # B responses, P prompt tokens, T response tokens, M response tokens of all rows, V vocabulary,
 # H hidden size, N rows of logits. Log-probs are float32, or float64 for float64 logits.
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,11 @@ from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
 from raypo.models.sequence_parallel import SequenceGroup, sliced
+from raypo.types import Images
+
+PLACEHOLDER_BIAS = -100.0
+"""Bias with which engines keep a policy from sampling the placeholder of an image. It comes before
+the temperature. The learner computes with it as well, so that log-probs are equal."""
 
 
 def response_log_probs(
@@ -32,6 +37,7 @@ def response_log_probs(
     device: torch.device | None = None,
     experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
     group: SequenceGroup | None = None,
+    images: Sequence[Images | None] | None = None,  # [B]
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of response tokens under softmax(logits / temperature), and the entropy.
 
@@ -46,6 +52,7 @@ def response_log_probs(
             the own choice.
         group: Workers that share the tokens; all of them get the results of the same rows. None
             means that this worker computes all tokens.
+        images: Images of each row's prompt. None means that no prompt has images.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
@@ -53,7 +60,13 @@ def response_log_probs(
             without `with_entropy`.
     """
     packed = pack_padded(
-        prompt_ids, prompt_mask, response_ids, attention_mask, device=device, experts=experts
+        prompt_ids,
+        prompt_mask,
+        response_ids,
+        attention_mask,
+        device=device,
+        experts=experts,
+        images=images,
     )
     packed = sliced(packed, group)
     log_probs, entropy = packed_log_probs(
@@ -76,7 +89,7 @@ def packed_log_probs(
         raise ValueError(f"temperature ({temperature}): it must be positive.")
     ids = packed.response_ids
     if not _has_bare_head(model):
-        logits = own_logits(model, packed)
+        logits = _unlikely_placeholder(own_logits(model, packed), model.get_output_embeddings())
         return token_log_probs(logits, ids, temperature=temperature, with_entropy=with_entropy)
     head = model.get_output_embeddings()
 
@@ -124,7 +137,8 @@ def over_logits(
         The function's results for all tokens, [M, ...] each.
     """
     if not _has_bare_head(model):
-        return of_chunk(own_logits(model, packed), *inputs)
+        logits = own_logits(model, packed)
+        return of_chunk(_unlikely_placeholder(logits, model.get_output_embeddings()), *inputs)
     head = model.get_output_embeddings()
 
     def of_states(states: Tensor) -> tuple[Tensor, ...]:
@@ -363,7 +377,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Any) -> None:
 
 def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = product_for(head)(states, weight)
-    return logits if bias is None else logits.add_(bias)
+    return _unlikely_placeholder(logits if bias is None else logits.add_(bias), head)
+
+
+def _unlikely_placeholder(logits: Tensor, head: Any) -> Tensor:
+    """Add the bias of the engines to the logit of an image's placeholder, in place."""
+    token = getattr(head, "placeholder_id", None)
+    if token is not None:
+        logits[..., token] += PLACEHOLDER_BIAS
+    return logits
 
 
 def _statistics(

@@ -49,7 +49,7 @@ def run_workers(
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "out": str(out)}
     asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, "resume": []}
-    asked |= {"learner": {}, **more}
+    asked |= {"learner": {}, "images": "", **more}
     task.write_text(json.dumps(asked))
     start_workers(folder, count, "tests.integration.workers_probe", str(task))
     return torch.load(out, weights_only=True)
