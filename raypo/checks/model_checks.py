@@ -226,27 +226,27 @@ def check_models(config: AnyConfig) -> None:
             read the same token ids have different tokens; a token has no row in the embedding; or
             LoRA cannot train the requested layers.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification
 
     from raypo.models import checkpoint, loading, lora, model_folder
 
     model: Any = config.model
     is_reward_model = isinstance(config, RewardModelConfig)
-    classifier, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
+    classifier = AutoModelForSequenceClassification
+    kinds = {"model.critic": AutoModel, "model.reward": classifier}
+    if is_reward_model:
+        kinds["model.policy"] = classifier
     for key, path in models_of(config):
-        kind = {"model.critic": AutoModel, "model.reward": classifier}.get(key, causal)
-        if key == "model.policy" and is_reward_model:
-            kind = classifier
+        kind = kinds.get(key) or loading.language_class(path, key=key)
         if kind is classifier:
             loading.check_classifier(key, path)
         if key in ("model.policy", "model.critic"):
             loading.check_trainable(key, path)
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
-        checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
+        checkpoint.check_weights(key, path, kind, new_head=is_reward_model)
     check_rotations(config, on_hub=True)
     _check_routers(config)
     _check_router_replay(config)
-    kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     if config.data.chat_template_kwargs:
         _check_template_kwargs(config)
@@ -254,6 +254,7 @@ def check_models(config: AnyConfig) -> None:
         if key != "model.policy":
             _check_tokenizer(config, key, path)
     if model.lora is not None:
+        kind = kinds.get("model.policy") or loading.language_class(model.policy)
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")

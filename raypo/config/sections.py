@@ -95,6 +95,10 @@ class TrainedModelSection(Config):
     lora: LoraSection | None = None
     """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
     means that all weights are trained."""
+    freeze: tuple[Literal["vision"], ...] = ("vision",)
+    """Parts of a model that are not trained. vision: all that images pass through before the
+    language model, which is the vision tower and its merger, projector or connector. [] trains
+    them, too. Models of text alone have no such part."""
 
 
 class SampledModelSection(TrainedModelSection):

@@ -35,6 +35,7 @@ from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
+from raypo.models.packing import digest_of
 from raypo.models.warm_up import warm_up
 from raypo.ppo.custom_functions import surrogate_of
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
@@ -122,7 +123,11 @@ class Learner:
             start = critic_start or CriticStart(model.critic or model.policy)
             with shares():
                 critic, self.critic_start = Critic.load(
-                    start, lora=model.lora, dtype=model.dtype, attention=model.attention
+                    start,
+                    lora=model.lora,
+                    dtype=model.dtype,
+                    attention=model.attention,
+                    frozen=model.freeze,
                 )
             self._critic = TrainedModel(critic, **shared)
 
@@ -447,9 +452,11 @@ class Learner:
         shared = [prompts]
         if experience.prompt_experts is not None:  # prompts with other experts are packed apart
             shared.append(experience.prompt_experts[rows])
+        images = experience.images and [experience.images[row] for row in rows.tolist()]
         pieces = batches_by_tokens(
             [
                 b"".join(part[row][own].numpy().tobytes() for part in shared)
+                + digest_of(images, row)
                 for row, own in enumerate(tokens)
             ],
             tokens.sum(1).tolist(),

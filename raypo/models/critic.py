@@ -5,6 +5,7 @@ B responses, T response tokens, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from raypo.models.model_folder import follow_umask
 from raypo.models.packed_attention import hidden_states, state_size
 from raypo.models.packing import pack_padded
 from raypo.models.scores import has_score_head
+from raypo.models.vision import freeze
 from raypo.types import Experience
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -107,6 +109,7 @@ class Critic(nn.Module):
         dtype: str,
         attention: str = "auto",
         lora: PolicyLoraSection | None = None,
+        frozen: Sequence[str] = (),
     ) -> tuple[Self, str]:
         """Load a critic.
 
@@ -116,11 +119,13 @@ class Critic(nn.Module):
             attention: `model.attention`.
             lora: If set, the backbone is frozen and the value head is trained. `lora.critic`
                 decides if an adapter is trained too. None means that all weights are trained.
+            frozen: `model.freeze`.
 
         Returns:
             The critic, and a description of its initial weights for messages.
         """
         critic, words = cls._load_whole(start, dtype=dtype, attention=attention)
+        freeze(critic.backbone, frozen)
         if lora is None:
             return critic, words
         if lora.critic == "head":
@@ -176,6 +181,7 @@ class Critic(nn.Module):
             batch.attention_mask,
             with_last=with_last,
             device=batch.response_mask.device,
+            images=batch.images,
         )
         values = self.value_head(hidden_states(self.backbone, packed)).squeeze(-1)
         return packed.unpacked(values.to(torch.float32))

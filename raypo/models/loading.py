@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -23,11 +24,25 @@ from raypo.config import ConfigError
 from raypo.models.checkpoint import check_loaded, first_line, network_class, read_config
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.linear import use_fastest_linear
-from raypo.models.model_files import max_positions
+from raypo.models.model_files import VISION, max_positions
 from raypo.models.model_folder import ModelFolder, read_generation_config
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
+from raypo.models.vision import modules_of_decoder, placeholder_id
+
+
+def language_class(path: str, *, key: str = "model") -> Any:
+    """Return transformers' Auto class of a policy or a reference model.
+
+    A model that can read images keeps its vision tower, even if a run has no images.
+
+    Args:
+        path: Folder or hub id.
+        key: The config key that names the model, for messages.
+    """
+    reads_images = read_config(path, key=key).model_type in VISION
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
@@ -42,7 +57,8 @@ def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
         ConfigError: weights are missing, or the model or this machine does not support that
             attention.
     """
-    model = _load(AutoModelForCausalLM, path, dtype, attention)
+    model = _load(language_class(path), path, dtype, attention)
+    model.get_output_embeddings().placeholder_id = placeholder_id(model.config)
     with whole_as_it_computes(model):
         has_plain_head(model)  # cache the answer while the weights are gathered
     return model
@@ -272,7 +288,7 @@ def is_causal(path: str) -> bool:
     """Return True if the attention of a model's backbone never sees later tokens."""
     with torch.device("meta"):
         backbone = AutoModel.from_config(read_config(path))
-    return all(getattr(module, "is_causal", True) for module in backbone.modules())
+    return all(getattr(module, "is_causal", True) for module in modules_of_decoder(backbone))
 
 
 def vocabulary_size(path: str) -> int:

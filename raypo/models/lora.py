@@ -25,6 +25,7 @@ from raypo.models.heads import HEADS
 from raypo.models.linear import OneDnnLinear, with_float32_logits
 from raypo.models.loading import load_causal_lm
 from raypo.models.model_folder import follow_umask
+from raypo.models.vision import freeze, parts_outside_decoder
 
 NAME = "default"
 """Name under which peft keeps a model's only adapter."""
@@ -60,6 +61,7 @@ def load_policy(section: SampledModelSection | TrainedModelSection) -> Any:
     model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
     if isinstance(section, SampledModelSection) and section.head_dtype == "float32":
         model = with_float32_logits(model)
+    freeze(model, section.freeze)
     return add_adapter(model, section.lora)
 
 
@@ -238,10 +240,7 @@ def _is_of_adapter(name: str) -> bool:
 
 def _not_of_texts(model: Any) -> str | None:
     """Return a regular expression for a multimodal model's modules outside the language model."""
-    if model.config.get_text_config() is model.config:
-        return None
-    base, decoder = model.base_model, model.get_decoder()
-    others = [name for name, child in base.named_children() if child is not decoder]
+    others = parts_outside_decoder(model)
     return rf"(.*\.)?({'|'.join(map(re.escape, others))})\..*" if others else None
 
 

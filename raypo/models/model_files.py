@@ -28,6 +28,10 @@ REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 own, because their layers have sliding windows or linear attention. No test records the experts of
 FlexOlmo."""
 
+VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Model types whose images the learner reads: log-probs and gradients of packed rows equal those of
+transformers (`tests/unit/models/test_vision.py`)."""
+
 
 def looks_like_hub_id(path: str) -> bool:
     """Return True if a name could be one on the Hugging Face hub, and not a path."""

@@ -42,6 +42,7 @@ class Policy(nn.Module):
             entropy_grad=entropy_grad,
             device=batch.response_mask.device,
             experts=batch.experts,
+            images=batch.images,
         )
 
 

@@ -26,6 +26,7 @@ from raypo.models.router_replay import replay
 from raypo.models.routers import about_to_pass
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
+from raypo.models.vision import image_inputs, modules_of_decoder
 from raypo.types import to_device
 
 NAME = "raypo_packed"
@@ -63,8 +64,9 @@ def can_read_packed(model: Any) -> bool:
     """Return True if `packed_attention` can replace a Hugging Face model's attention."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) or {"full_attention"}
-    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    modules = modules_of_decoder(model)
+    has_sinks = any(hasattr(module, "sinks") for module in modules)
+    causal = [module.is_causal for module in modules if hasattr(module, "is_causal")]
     is_decoder = bool(causal) and all(causal) and model._supports_attention_backend
     has_window = bool(getattr(config, "sliding_window", None)) and (
         getattr(config, "use_sliding_window", True) is not False
@@ -99,7 +101,7 @@ def use_packed_attention(model: Any) -> None:
     with first_layers(model):
         problem = _problem(model, BY_ROWS, torch.float32)
     problem = problem or _problem(model, NAME, model.dtype)
-    model.set_attn_implementation(before if problem else NAME)
+    _set_attention(model, before if problem else NAME)
     if problem:
         warnings.warn(
             f"{type(model).__name__} cannot read packed rows ({problem}). Each response is "
@@ -126,7 +128,7 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
         try:
             with whole_as_it_computes(model), widened:
                 apart = hidden_states(backbone, packed).float()
-                model.set_attn_implementation(name)
+                _set_attention(model, name)
                 states = _packed_states(backbone, packed).float()
                 # In bfloat16 a single state may be off by more than 0.1, so the norm is over all
                 # states. That could hide a leak in a single state, which the float32 trial finds.
@@ -137,8 +139,16 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            model.set_attn_implementation(before)
+            _set_attention(model, before)
     return None
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Set the attention of a model's decoder. A vision tower keeps its own."""
+    config = model.config
+    text = config.get_text_config()
+    keys = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    model.set_attn_implementation({"": name, **dict.fromkeys(keys, name)} if keys else name)
 
 
 @contextmanager
@@ -215,6 +225,7 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
     """
     if reads_packed(backbone):
         return _packed_states(backbone, packed)
+    assert not any(packed.images), "only models that read packed rows may have images"
     return _by_rows(
         backbone, lambda ids: backbone(input_ids=ids, use_cache=False).last_hidden_state, packed
     )
@@ -224,7 +235,8 @@ def _packed_states(backbone: Any, packed: Packed) -> Tensor:
     packed = _for_attention(packed)
     about_to_pass(packed.states)
     replay(backbone, packed.experts)
-    hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
+    inputs = packed_inputs(packed) | image_inputs(backbone, packed)
+    hidden = backbone(**inputs).last_hidden_state[0]  # [N, H]
     return _at(hidden, packed.states)
 
 
@@ -248,7 +260,8 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
         # only for unique indices (see `_at`).
         if states.device.type == "cpu":
             states, places = states.unique(return_inverse=True)
-        logits = model(**packed_inputs(packed), logits_to_keep=states).logits[0]
+        inputs = packed_inputs(packed) | image_inputs(model.base_model, packed)
+        logits = model(**inputs, logits_to_keep=states).logits[0]
         return logits if places is None else _at(logits, places)
     return _by_rows(model, lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
 

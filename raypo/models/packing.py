@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raypo.models.chunk_sizes import FLEX_BLOCK, MAX_PADDING, SHARED_SCORES, repeated_scores
-from raypo.types import to_device
+from raypo.types import Images, to_device
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ class Packed:
     shape: tuple[int, int]  # B, T
     response_ids: Tensor  # int64, all response tokens, row by row
     experts: Tensor | None = None  # [N, L, k] integers, to be replayed; None: not replayed
+    images: tuple[Images | None, ...] = ()  # of each group's prompt; (): no prompt has any
 
     def unpacked(self, answers: Tensor) -> Tensor:
         """Arrange results [M] as [B, T], with 0 on padding."""
@@ -170,6 +171,7 @@ def pack(
     width: int = 0,
     device: torch.device | str = "cpu",
     experts: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
+    images: Sequence[Images | None] | None = None,
 ) -> Packed:
     """Pack rows into one; equal prompts are packed once.
 
@@ -182,6 +184,8 @@ def pack(
         device: Device of the tensors.
         experts: Experts of each row's prompt [P, L, k] and response [T, L, k]. Equal prompts with
             different experts are packed separately. None means that no experts are replayed.
+        images: Images of each row's prompt. Equal prompts with different images are packed
+            separately. None means that no prompt has images.
 
     Returns:
         The packed row. The result at [b, t] belongs to the state before response token t of row b;
@@ -196,6 +200,7 @@ def pack(
     for row, prompt in enumerate(prompts):
         key = np.asarray(prompt, np.int64).tobytes()
         key += b"" if experts is None else experts[row][0].tobytes()
+        key += digest_of(images, row)
         rows_of.setdefault(key, []).append(row)
     groups: list[Group] = []
     ids: list[np.ndarray] = []
@@ -232,7 +237,14 @@ def pack(
         shape=(len(answers), width),
         response_ids=_ids(responses, device),
         experts=to_device(torch.from_numpy(np.concatenate(chosen)), device) if chosen else None,
+        images=tuple(images[rows[0]] for rows in rows_of.values()) if images else (),
     )
+
+
+def digest_of(images: Sequence[Images | None] | None, row: int) -> bytes:
+    """Return what tells a row's images from those of other rows with the same token ids."""
+    own = images[row] if images else None
+    return own.digest.encode() if own else b""
 
 
 def in_whole_blocks(packed: Packed, block: int = FLEX_BLOCK) -> Packed:
@@ -290,6 +302,7 @@ def pack_padded(
     with_last: bool = False,
     device: torch.device | None = None,
     experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
+    images: Sequence[Images | None] | None = None,  # [B]
 ) -> Packed:
     """Pack padded rows (`pack`). Masks are False on padding, which may be on either side.
 
@@ -301,6 +314,7 @@ def pack_padded(
         with_last: See `pack`.
         device: Device of the packed tensors. None means the device of the ids.
         experts: Experts of the prompts and of the responses. None means that none are replayed.
+        images: See `pack`.
     """
     rows_of_experts = None
     if experts is not None:
@@ -314,6 +328,7 @@ def pack_padded(
         width=attention_mask.shape[1] + int(with_last),
         device=device or prompt_ids.device,
         experts=rows_of_experts,
+        images=images,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # B responses, P prompt tokens, T response tokens, M response tokens of all rows, V vocabulary,
 # H hidden size, N rows of logits. Log-probs are float32, or float64 for float64 logits.
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,11 @@ from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
+from raypo.types import Images
+
+PLACEHOLDER_BIAS = -100.0
+"""Bias with which engines keep a policy from sampling the placeholder of an image. It comes before
+the temperature. The learner computes with it as well, so that log-probs are equal."""
 
 
 def response_log_probs(
@@ -30,6 +35,7 @@ def response_log_probs(
     entropy_grad: bool = False,
     device: torch.device | None = None,
     experts: tuple[Tensor, Tensor] | None = None,  # [B, P, L, k], [B, T, L, k]
+    images: Sequence[Images | None] | None = None,  # [B]
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of response tokens under softmax(logits / temperature), and the entropy.
 
@@ -42,6 +48,7 @@ def response_log_probs(
         device: Device of the model. None means the device of the ids.
         experts: Experts of each token, to be used instead of the routers' own choice. None means
             the own choice.
+        images: Images of each row's prompt. None means that no prompt has images.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
@@ -49,7 +56,13 @@ def response_log_probs(
             without `with_entropy`.
     """
     packed = pack_padded(
-        prompt_ids, prompt_mask, response_ids, attention_mask, device=device, experts=experts
+        prompt_ids,
+        prompt_mask,
+        response_ids,
+        attention_mask,
+        device=device,
+        experts=experts,
+        images=images,
     )
     log_probs, entropy = packed_log_probs(
         model, packed, temperature=temperature, with_entropy=with_entropy
@@ -71,7 +84,7 @@ def packed_log_probs(
         raise ValueError(f"temperature ({temperature}): it must be positive.")
     ids = packed.response_ids
     if not _has_bare_head(model):
-        logits = own_logits(model, packed)
+        logits = _unlikely_placeholder(own_logits(model, packed), model.get_output_embeddings())
         return token_log_probs(logits, ids, temperature=temperature, with_entropy=with_entropy)
     head = model.get_output_embeddings()
 
@@ -119,7 +132,8 @@ def over_logits(
         The function's results for all tokens, [M, ...] each.
     """
     if not _has_bare_head(model):
-        return of_chunk(own_logits(model, packed), *inputs)
+        logits = own_logits(model, packed)
+        return of_chunk(_unlikely_placeholder(logits, model.get_output_embeddings()), *inputs)
     head = model.get_output_embeddings()
 
     def of_states(states: Tensor) -> tuple[Tensor, ...]:
@@ -358,7 +372,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Any) -> None:
 
 def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = product_for(head)(states, weight)
-    return logits if bias is None else logits.add_(bias)
+    return _unlikely_placeholder(logits if bias is None else logits.add_(bias), head)
+
+
+def _unlikely_placeholder(logits: Tensor, head: Any) -> Tensor:
+    """Add the bias of the engines to the logit of an image's placeholder, in place."""
+    token = getattr(head, "placeholder_id", None)
+    if token is not None:
+        logits[..., token] += PLACEHOLDER_BIAS
+    return logits
 
 
 def _statistics(

@@ -28,12 +28,12 @@ from raypo.models.loading import (
     same_vocabulary,
 )
 from raypo.models.packed_attention import reads_packed
-from raypo.models.packing import pack
+from raypo.models.packing import digest_of, pack
 from raypo.models.scores import sequence_scores
 from raypo.models.token_log_probs import over_logits, packed_log_probs
 from raypo.models.warm_up import made_up_sequences
 from raypo.serving.progress import Progress
-from raypo.types import Rollout
+from raypo.types import Images, Rollout
 
 T = TypeVar("T")
 Rows = Sequence[np.ndarray]
@@ -108,18 +108,23 @@ class TorchModel(FrozenModel):
     def _in_batches(
         self,
         sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-        compute: Callable[[Rows, Rows], Callable[[], Sequence[T]]],
+        compute: Callable[..., Callable[[], Sequence[T]]],
+        images: Sequence[Images | None] | None = None,
     ) -> list[T]:
         """Compute a result for each sequence, in the order given.
 
         Args:
             sequences: Prompt and response of each sequence.
             compute: Function `(prompts, responses)` that starts one forward pass. It returns a
-                function that waits for the results.
+                function that waits for the results. With `images` it gets those of its rows, too.
+            images: Images of each prompt. None means that the model reads only text.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
-            [prompt.tobytes() for prompt, _ in sequences],
+            [
+                prompt.tobytes() + digest_of(images, row)
+                for row, (prompt, _) in enumerate(sequences)
+            ],
             [len(prompt) for prompt, _ in sequences],
             [len(response) for _, response in sequences],
             self._max_batch_tokens,
@@ -133,8 +138,10 @@ class TorchModel(FrozenModel):
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list
                 if rows:
-                    prompts, responses = zip(*(sequences[row] for row in rows), strict=True)
-                    started = compute(prompts, responses)
+                    read = [*zip(*(sequences[row] for row in rows), strict=True)]
+                    if images is not None:
+                        read.append(tuple(images[row] for row in rows))
+                    started = compute(*read)
                 answers |= zip(earlier, answers_of_earlier(), strict=True)
             earlier, answers_of_earlier = rows, started
         return [answers[row] for row in range(len(sequences))]
@@ -185,10 +192,13 @@ class ReferenceModel(TorchModel):
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
         """Return each response's log-probs in nats, float32 [T], in the order given."""
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
-        return self._in_batches(sequences, self._log_probs_of)
+        images = [rollout.images for rollout in rollouts]
+        return self._in_batches(sequences, self._log_probs_of, images)
 
-    def _log_probs_of(self, prompts: Rows, responses: Rows) -> Callable[[], list[np.ndarray]]:
-        packed = pack(prompts, responses, device=self._device)
+    def _log_probs_of(
+        self, prompts: Rows, responses: Rows, images: Sequence[Images | None] | None = None
+    ) -> Callable[[], list[np.ndarray]]:
+        packed = pack(prompts, responses, device=self._device, images=images)
         log_probs, _ = packed_log_probs(self._model, packed, temperature=self._temperature)
         ends = np.cumsum([len(response) for response in responses])
         return lambda: np.split(log_probs.float().cpu().numpy(), ends[:-1])

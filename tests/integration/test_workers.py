@@ -52,7 +52,7 @@ def run_workers(
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "out": str(out)}
     asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, "resume": []}
-    asked |= {"learner": {}, **more}
+    asked |= {"learner": {}, "images": "", **more}
     task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     # Files, not pipes: a worker whose pipe is full would wait for a reader, and the other for it.

@@ -32,7 +32,7 @@ from raypo.models import chunk_sizes, host_memory
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.sharding import deal, to_experience
-from raypo.types import Rollout
+from raypo.types import Images, Rollout
 from tests.integration.learning import held_bytes, save_state
 from tests.integration.off_load import configure_as_on_a_gpu, held_bytes_of, off_and_back
 from tests.integration.recipe_learners import (
@@ -43,11 +43,30 @@ from tests.integration.recipe_learners import (
     example_update,
 )
 from tests.rollouts import plain_rollout
+from tests.vision_models import made_up_images, prompt_of
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24
 PPO = PPOSection.model_validate(
     {"num_epochs": 2, "minibatch_size": 12, "clip_low": 0.01, "kl": {"coef": 0.1}}
 )
+
+
+def with_images(rollouts: list[Rollout], kind: str) -> list[Rollout]:
+    """Give two thirds of the groups images of several sizes, before the text of their prompts."""
+    made: dict[int, Images | None] = {}
+    for group in {rollout.group_index for rollout in rollouts}:
+        sizes = [(1 + group % 2, 2), (2, 1)][: group % 3]
+        made[group] = made_up_images(kind, *sizes, seed=group) if sizes else None
+    return [
+        replace(
+            rollout,
+            prompt_ids=prompt_of(kind, images, *rollout.prompt_ids % 40 + 8).astype(np.int32),
+            response_ids=rollout.response_ids % 40 + 8,
+            images=images,
+        )
+        for rollout in rollouts
+        for images in [made[rollout.group_index]]
+    ]
 
 
 def scored_rollouts() -> list[Rollout]:
@@ -103,12 +122,16 @@ def new_learner(
 
 
 def one_step(
-    learner: Learner, roles: Roles, *, step: int = 1, groups: int = GROUPS
+    learner: Learner, roles: Roles, *, step: int = 1, groups: int = GROUPS, images: str = ""
 ) -> dict[str, Any]:
-    """Figures, tokens by worker, and the policy's weights afterwards."""
+    """Figures, tokens by worker, and the policy's weights afterwards.
+
+    `images`: model type of which prompts have images.
+    """
     workers = roles.everyone
+    rollouts = scored_rollouts()[: groups * SAMPLES]
     hands = deal(
-        scored_rollouts()[: groups * SAMPLES],
+        with_images(rollouts, images) if images else rollouts,
         minibatch_size=PPO.minibatch_size,
         seed=(0, 1),
         num_workers=workers.count,
@@ -117,7 +140,7 @@ def one_step(
     dealt = workers.scatter(hands)
     _, figures, _ = ppo_step(
         learner,
-        to_experience(dealt),
+        to_experience(dealt).with_(images=tuple(each.images for each in dealt) if images else None),
         PPO,
         UpdateState.initial(PPO),
         roles.own,
@@ -199,7 +222,7 @@ def main() -> None:
         before = held_bytes()
         learner = new_learner(*case)
         off_and_back(learner)
-        results[dtype, stage] = result = one_step(learner, roles)
+        results[dtype, stage] = result = one_step(learner, roles, images=task["images"])
         told = sum(weight.nbytes for weight in result["weights"].values())
         held = held_bytes() - before - told
         result |= {"held": held, "moved": bytes_off_the_device(learner)}
@@ -216,7 +239,7 @@ def main() -> None:
             (directory / "complete").touch()
             learner = new_learner(*case)
             learner.restore(directory)
-            result["second"] = one_step(learner, roles, step=2)
+            result["second"] = one_step(learner, roles, step=2, images=task["images"])
     for name, dtype, stage in task["resume"]:  # from a checkpoint of another number of workers
         directory = Path(task["checkpoints"]) / name
         while not (directory / "complete").exists():

@@ -1,0 +1,230 @@
+"""Images in packed rows: log-probs, values and gradients are those of transformers, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from raypo.config import ModelSection, PolicyLoraSection
+from raypo.learner.tasks import response_batch
+from raypo.models import packing
+from raypo.models.critic import Critic, CriticStart
+from raypo.models.lora import load_policy
+from raypo.models.packed_attention import reads_packed
+from raypo.models.packing import Packed, in_whole_blocks, pack
+from raypo.models.token_log_probs import packed_log_probs
+from raypo.types import Example, Images
+from tests.vision_models import CONFIGS, IMAGE, made_up_images, prompt_of, tiny_vision_model
+
+Row = tuple[Images | None, list[int], list[int]]
+"""Images of a prompt, its text, and a response."""
+
+
+def all_rows(kind: str) -> list[Row]:
+    """Return rows with one, two and no images; `one` and `other` have equal token ids."""
+    one, other = (made_up_images(kind, (2, 3), seed=seed) for seed in (0, 2))
+    two = made_up_images(kind, (1, 2), (3, 2), seed=1)
+    return [
+        (one, [9, 10, 11], [15, 16, 17]),
+        (one, [9, 10, 11], [18]),
+        (None, [9, 10], [19, 20]),
+        (two, [12, 13, 14], [21, 22, 23, 24]),
+        (other, [9, 10, 11], [15, 16]),
+        (two, [12, 13, 14], [25, 26]),
+        (None, [20, 21, 22], [27]),
+        (one, [30], [28, 29]),
+    ]
+
+
+def rows(folder: Path, *which: int) -> dict[str, list[Any]]:
+    """Return the arguments of `pack` for some rows of `all_rows`, or without numbers for all."""
+    kind = folder.name
+    of_kind = all_rows(kind)
+    of_rows = [of_kind[row] for row in which] or of_kind
+    return {
+        "prompts": [prompt_of(kind, images, *text) for images, text, _ in of_rows],
+        "responses": [np.array(response) for *_, response in of_rows],
+        "images": [images for images, *_ in of_rows],
+    }
+
+
+def of_transformers(model: Any, prompt: np.ndarray, response: np.ndarray, images: Any) -> Any:
+    """Return what a model's own forward gives for one row, without packing."""
+    ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+    inputs: dict[str, Tensor] = {}
+    if images is not None:
+        inputs = {name: torch.from_numpy(values) for name, values in images.inputs.items()}
+        if hasattr(model.base_model, "get_rope_index"):
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    return model(input_ids=ids, **inputs)
+
+
+def separate_log_probs(model: Any, **rows: list[Any]) -> Tensor:
+    """Return the log-probs of all response tokens, [M], by transformers alone."""
+    log_probs = []
+    for prompt, response, images in zip(*rows.values(), strict=True):
+        logits = of_transformers(model, prompt, response, images).logits[0, len(prompt) - 1 : -1]
+        logits = logits.index_fill(1, torch.tensor([IMAGE]), -torch.inf)  # cannot be sampled
+        ids = torch.from_numpy(response)[:, None]
+        log_probs.append(logits.log_softmax(-1).gather(-1, ids)[:, 0])
+    return torch.cat(log_probs)
+
+
+def names_outside_decoder(model: Any) -> set[str]:
+    """Return the names of the parameters of the vision tower and its projector."""
+    decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
+    head = id(model.get_output_embeddings().weight)
+    return {n for n, p in model.named_parameters() if id(p) not in decoder | {head}}
+
+
+def gradients(model: Any, results: Tensor) -> dict[str, Tensor]:
+    weights = torch.linspace(-1.0, 2.0, results.numel())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = (weights * results).sum()
+    of_named = torch.autograd.grad(total, [*named.values()], allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(p) if gradient is None else gradient
+        for (name, p), gradient in zip(named.items(), of_named, strict=True)
+    }
+
+
+def assert_equal_gradients(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    scale = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    tiny_vision_model(request.param).save_pretrained(folder)
+    return folder
+
+
+def policy(folder: Path, **changes: Any) -> Any:
+    return load_policy(ModelSection(policy=str(folder), dtype="float32", **changes))
+
+
+def log_probs(model: Any, packed: Packed) -> Tensor:
+    return packed_log_probs(model, packed, temperature=1.0)[0]
+
+
+def test_log_probs_and_gradients_are_those_of_separate_rows(folder: Path) -> None:
+    """All weights are trained here, the vision tower too."""
+    model = policy(folder, freeze=[])
+    assert reads_packed(model)
+    expected = separate_log_probs(model, **rows(folder))
+
+    mine = log_probs(model, pack(**rows(folder)))
+
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    of_mine = gradients(model, mine)
+    assert_equal_gradients(of_mine, gradients(model, expected))
+    assert any(float(of_mine[name].abs().max()) > 0.0 for name in names_outside_decoder(model))
+
+
+@pytest.mark.parametrize("shared_scores", [packing.SHARED_SCORES, -1])
+def test_the_tower_is_frozen_and_reads_the_images_of_a_prompt_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shared_scores: int
+) -> None:
+    """With both kinds of attention on CPUs, and with prompts padded to blocks as on GPUs."""
+    monkeypatch.setattr(packing, "SHARED_SCORES", shared_scores)
+    model = policy(folder)
+    backbone = model.base_model
+    packed = pack(**rows(folder))
+    monkeypatch.setattr(packing, "MAX_PADDING", 100.0)
+    in_blocks = in_whole_blocks(packed, block=8)
+    assert in_blocks.input_ids.shape[1] > packed.input_ids.shape[1]
+    expected = separate_log_probs(model, **rows(folder))
+
+    with patch.object(backbone, "get_image_features", wraps=backbone.get_image_features) as read:
+        mine = log_probs(model, packed)
+    in_blocks = log_probs(model, in_blocks)
+
+    assert read.call_count == 3
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(in_blocks, expected, rtol=1e-5, atol=1e-5)
+    of_mine = gradients(model, mine)
+    assert_equal_gradients(of_mine, gradients(model, expected))
+    assert not of_mine.keys() & names_outside_decoder(model)
+
+
+@pytest.mark.parametrize("cut", [[[0], [1, 2], [3, 4, 5], [6, 7]], [[n] for n in range(8)]])
+def test_microbatches_of_any_size_have_the_same_log_probs(folder: Path, cut: list[list[int]]):
+    """Also one without images, and one with another image of the same size."""
+    model = policy(folder)
+    whole = log_probs(model, pack(**rows(folder)))
+    in_parts = torch.cat([log_probs(model, pack(**rows(folder, *part))) for part in cut])
+    torch.testing.assert_close(in_parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path) -> None:
+    """The adapter is on the language model alone."""
+    model = policy(folder, lora=PolicyLoraSection(rank=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = separate_log_probs(model, **rows(folder))
+    theirs = gradients(model, expected)
+    assert theirs
+    assert all("lora_" in name for name in theirs)
+    assert not theirs.keys() & names_outside_decoder(model)
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    mine = log_probs(model, pack(**rows(folder)))
+
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    assert_equal_gradients(gradients(model, mine), theirs)
+
+
+def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
+    """Neither does it count in the entropy, nor do other tokens share its probability."""
+    model = policy(folder)
+    arguments = rows(folder, 0)
+    head = model.get_output_embeddings()
+    own, entropy = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
+    head.placeholder_id = None
+    free, of_free = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
+    assert (own > free).all()
+    assert entropy is not None
+    assert of_free is not None
+    assert entropy.isfinite().all()
+    assert not torch.equal(entropy, of_free)
+
+
+@pytest.mark.parametrize("lora", [None, PolicyLoraSection(rank=2)])
+def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) -> None:
+    critic, _ = Critic.load(
+        CriticStart(str(folder)), dtype="float32", lora=lora, frozen=("vision",)
+    )
+    torch.nn.init.normal_(critic.value_head.weight)
+    batch = response_batch(
+        [
+            Example(prompt, response)
+            for prompt, response, _ in zip(*rows(folder).values(), strict=True)
+        ]
+    ).with_(images=tuple(rows(folder)["images"]))
+
+    values = critic(batch, with_last=True)
+
+    backbone = critic.backbone
+    assert reads_packed(backbone)
+    outside = names_outside_decoder(policy(folder))
+    expected = []
+    for prompt, response, images in zip(*rows(folder).values(), strict=True):
+        states = of_transformers(backbone, prompt, response, images).last_hidden_state
+        expected.append(critic.value_head(states[0, len(prompt) - 1 :])[:, 0])
+    for row, of_row in zip(values, expected, strict=True):
+        torch.testing.assert_close(row[: len(of_row)], of_row, rtol=1e-5, atol=1e-5)
+    results = torch.cat([row[: len(of_row)] for row, of_row in zip(values, expected, strict=True)])
+    of_mine = gradients(critic, results)
+    assert_equal_gradients(of_mine, gradients(critic, torch.cat(expected)))
+    assert "value_head.weight" in of_mine
+    assert not {f"model.{n.removeprefix('backbone.')}" for n in of_mine} & outside
