@@ -1,8 +1,8 @@
 """Images in prompts: reading and checking them, and the token ids that stand for them.
 
-The text of a prompt has a slot for each image: the token that the model's chat template writes for
-an image, or several tokens' first. `ImageReader.expanded` replaces each slot by as many placeholders
-as the vision tower makes vectors of the image.
+The text of a prompt has a slot for each image, which is the token that the model's chat template
+writes for one. `ImageReader.expanded` replaces each slot by as many placeholders as the vision
+tower makes vectors of the image.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -405,7 +405,15 @@ def _processor(path: str) -> Any:
 class PromptsWithImages(Sequence[Prompt]):
     """Prompts whose images are read at each access, so that memory does not hold all of them."""
 
-    def __init__(self, items: Sequence[SlottedPrompt], reader: ImageReader) -> None:
+    def __init__(
+        self, items: Sequence[SlottedPrompt], reader: Callable[[], ImageReader] | None
+    ) -> None:
+        """Wrap the items.
+
+        Args:
+            items: The prompts without images.
+            reader: Function that returns the reader of the images. None means that there are none.
+        """
         self._items, self._reader = items, reader
 
     def __len__(self) -> int:
@@ -419,4 +427,7 @@ class PromptsWithImages(Sequence[Prompt]):
         if isinstance(place, slice):
             return PromptsWithImages(self._items[place], self._reader)
         slotted = self._items[place]
-        return self._reader.read(slotted) if slotted.sources else slotted.prompt
+        if not slotted.sources:
+            return slotted.prompt
+        assert self._reader is not None, "rows with images are refused without a reader"
+        return self._reader().read(slotted)

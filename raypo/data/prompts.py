@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -132,8 +132,7 @@ def load_prompts(
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
             prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
-    prompts: ItemStore[Prompt | SlottedPrompt] = ItemStore()
-    has_images = False
+    prompts: ItemStore[SlottedPrompt] = ItemStore()
     sizes: list[int] = []
     num_rows = num_skipped = shortest = 0
     highest = np.zeros(1, np.int32)
@@ -157,12 +156,8 @@ def load_prompts(
                 shortest = min(shortest or length, length)
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
-            if row.images:
-                has_images = True
-                sources = tuple(image.source for image in row.images)
-                prompts.append(SlottedPrompt(prompt, sources, row.slotted_ids, row.where))
-            else:
-                prompts.append(prompt)
+            sources = tuple(image.source for image in row.images)
+            prompts.append(SlottedPrompt(prompt, sources, row.slotted_ids, row.where))
             if len(prompts) - sum(sizes) == most:
                 break
         sizes.append(len(prompts) - sum(sizes))
@@ -174,9 +169,7 @@ def load_prompts(
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    loaded: Any = prompts
-    if has_images and reader:
-        loaded = PromptsWithImages(prompts, reader())
+    loaded = PromptsWithImages(prompts, reader)
     return LoadedPrompts(loaded, num_skipped, tuple(sizes), highest, bad)
 
 

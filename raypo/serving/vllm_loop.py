@@ -41,7 +41,7 @@ from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.request_state import RequestState
 from raypo.serving.requests import Load, SamplingRequest, Stretch
-from raypo.serving.vllm_requests import completion_of, sampling_params
+from raypo.serving.vllm_requests import check_ids, completion_of, sampling_params, vllm_prompt
 
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 1.0
@@ -87,7 +87,13 @@ class VllmLoop:
     """
 
     def __init__(
-        self, start: Callable[[], Any], serving: Serving, *, max_waiting: int, probes: int = 0
+        self,
+        start: Callable[[], Any],
+        serving: Serving,
+        *,
+        max_waiting: int,
+        probes: int = 0,
+        placeholder_id: int | None = None,
     ) -> None:
         """Start the thread, and vLLM in it; return when vLLM is ready.
 
@@ -97,6 +103,7 @@ class VllmLoop:
             max_waiting: Maximum number of requests in the queue. `submit` blocks if it is full.
             probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
                 priority.
+            placeholder_id: Token that no request may sample (`sampling_params`).
 
         Raises:
             Exception: whatever `start` raises.
@@ -105,6 +112,7 @@ class VllmLoop:
         self.adapters: Adapters | None = None
         self.load = Load()
         self.progress = Progress()
+        self._placeholder_id = placeholder_id
         # Filled by other threads, emptied by the loop's thread; guarded by `_door`.
         self._door = threading.Condition()
         self._news: list[Callable[[], object]] = []
@@ -471,11 +479,10 @@ class VllmLoop:
         requests = [each.request for each in batch]
         held = self.adapters
         names = self._inside.enqueue(
-            [request.prompt_ids for request in requests],
-            [sampling_params(request) for request in requests],
+            [vllm_prompt(request, self._salt) for request in requests],
+            [sampling_params(request, self._placeholder_id) for request in requests],
             [held.request(r.adapter) if held and r.adapter else None for r in requests],
             [request.priority for request in requests],
-            [self._salt + request.cache_salt for request in requests],
         )
         for each, name in zip(batch, names, strict=True):
             adapter, version = each.request.adapter, self.serving.version
@@ -484,6 +491,8 @@ class VllmLoop:
             assert version is not None
             each.name, each.versions = name, [(0, version)]
             each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
+            if each.request.images:
+                check_ids(each.request, each.scheduled.prompt_token_ids)
             if each.request.with_experts:
                 each.scheduled.experts = []  # filled by `InsideVllm.record_experts`
             self._running[self._state(each).external_req_id] = each
