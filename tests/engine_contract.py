@@ -249,10 +249,10 @@ def test_what_joins_is_sampled_as_alone_and_does_not_wait_for_the_others(
 
 
 def test_joining_requests_share_their_steps(engine: Engine):
-    before = engine.stretch()[0]
+    before = engine.load_summary()[0]
     answers = results(engine.submit([ask(40, seed) for seed in range(RUNNING)]))
-    until(lambda: engine.stretch()[0].running == 0)
-    after = engine.stretch()[0]
+    until(lambda: engine.load_summary()[0].running == 0)
+    after = engine.load_summary()[0]
     assert after.tokens - before.tokens == sum(len(each.token_ids) for each in answers)
     assert 40 <= after.steps - before.steps < 2 * 40
     assert (after.queued, after.kv_cache_use) == (0, 0.0)
@@ -318,10 +318,10 @@ def test_whoever_asks_for_more_than_may_wait_waits_and_nothing_is_lost(engine: E
         target=lambda: everybody.extend(engine.submit([ask(4, i) for i in range(WAITING + 5)]))
     )
     asks_too_much.start()
-    until(lambda: engine.stretch()[0].queued == WAITING)
+    until(lambda: engine.load_summary()[0].queued == WAITING)
     asks_too_much.join(0.1)
     assert asks_too_much.is_alive()
-    assert engine.stretch()[0].queued == WAITING
+    assert engine.load_summary()[0].queued == WAITING
 
     no_place = results(engine.submit([ask(4, timeout_s=0.05)]))
     assert no_place[0].finish_reason == "timeout"
@@ -336,7 +336,7 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
     served: Pair, in_flight: InFlight | None
 ):
     engine, old = served.engine, served.version
-    preemptions = engine.stretch()[0].preemptions
+    preemptions = engine.load_summary()[0].preemptions
     asked = [replace(ask(80, seed), prompt_ids=LONG) for seed in range(3)]
     answers = engine.submit(asked)
     until(runs(engine, 3, 20))
@@ -359,7 +359,7 @@ def test_a_push_between_gives_each_token_the_version_that_sampled_it(
         assert num_old == 0 if in_flight == "restart" else 20 <= num_old < 80
         served.assert_exact(request, done, keeps_keys=in_flight == "keep")
 
-    assert engine.stretch()[0].preemptions == preemptions, "a push is no want of room"
+    assert engine.load_summary()[0].preemptions == preemptions, "a push is no want of room"
     (answer,) = results(fresh)
     assert set(versions_of(answer)) == {new}
     served.assert_exact(replace(ask(20, 9), prompt_ids=LONG), answer)  # no key of old weights
@@ -445,9 +445,9 @@ def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
 def test_health_and_load_do_not_wait_for_a_batch(engine: Engine):
     with ThreadPoolExecutor(2) as pool:
         batch = engine.submit([ask(300, seed) for seed in range(4)], alone=True)
-        until(lambda: engine.stretch()[0].running == 4)
+        until(lambda: engine.load_summary()[0].running == 4)
         engine.check_health()
-        assert engine.stretch()[0].kv_cache_use > 0.0
+        assert engine.load_summary()[0].kv_cache_use > 0.0
         assert repr(engine).endswith("ready)")
         late = pool.submit(engine.peak_memory)
         for answer in batch:
@@ -528,7 +528,7 @@ def test_a_failure_of_vllm_is_told_to_all_who_wait(served: Pair, monkeypatch):
         until(runs(engine, RUNNING, 2))
         whole = pool.submit(generate, engine, [ask(5)])
         too_many = pool.submit(engine.submit, [ask(5, seed) for seed in range(WAITING + 3)])
-        until(lambda: engine.stretch()[0].queued == WAITING + 1)
+        until(lambda: engine.load_summary()[0].queued == WAITING + 1)
 
         def fail() -> None:
             raise IndexError("index 7 is out of bounds")

@@ -35,6 +35,10 @@ NOT_ON_CPUS = ("deepseek_v32", "glm_moe_dsa", "gpt_oss", "nemotron_h")
 """Model types without a kernel for CPUs in vLLM (0.32), for sparse attention or for experts."""
 
 
+CPU_HEAD_MULTIPLE = 32
+"""Dimensions of a head must be a multiple of it for vLLM's FP8 KV cache on CPUs (0.23 to 0.32)."""
+
+
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     """Refuse a model that is neither a hub id nor a complete folder.
 
@@ -113,6 +117,13 @@ def check_kernels(config: Any) -> None:
         raise ConfigError(
             f"model.policy ({path}): vLLM has no kernels for the architecture {kind} on CPUs, but "
             "the run has no GPUs. Run it on GPUs, or give a model of another architecture."
+        )
+    kv_dtype, shape = config.rollout.engine.kv_cache_dtype, _local_shape(path)
+    if kv_dtype and shape and shape.head_dim % CPU_HEAD_MULTIPLE:
+        raise ConfigError(
+            f"rollout.engine.kv_cache_dtype ({kv_dtype}): on CPUs, vLLM needs heads of a multiple "
+            f"of {CPU_HEAD_MULTIPLE} dimensions for it, but those of model.policy ({path}) have "
+            f"{shape.head_dim}. Set rollout.engine.kv_cache_dtype to null."
         )
 
 

@@ -85,6 +85,10 @@ class EngineSection(Config):
     with a scale for each output channel on CPUs and for each block of 128 x 128 weights on GPUs.
     Every push is quantised anew. The learner keeps `model.dtype`, which has to be bfloat16, so
     PPO requires `ppo.correction.kind`, or `ppo.old_log_probs: engine`. null: `model.dtype`."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Precision of keys and values in the engines' cache. fp8: 8-bit floating point (e4m3) without
+    scales, so that a cache of the same size holds twice as many tokens. It has the same
+    requirements as `quantization`. null: `model.dtype`."""
     speculation: SpeculationSection = SpeculationSection()
     seeds: Literal["request", "engine"] = "request"
     """Random seeds of training samples. request: one seed per sample. A sample then does not depend
@@ -106,12 +110,23 @@ class EngineSection(Config):
         """True if models share a GPU's memory in turns; False while `sleep` is auto."""
         return self.sleep is True
 
+    @property
+    def low_precision(self) -> tuple[str, str] | None:
+        """First key that makes engines less precise than the learner, and its value, or None."""
+        values = {name: getattr(self, name) for name in ("quantization", "kv_cache_dtype")}
+        return next(((f"rollout.engine.{k}", v) for k, v in values.items() if v), None)
+
+    def kv_dtype(self, dtype: str) -> str:
+        """Return the precision of the KV cache, for models of this `model.dtype`."""
+        return self.kv_cache_dtype or dtype
+
     def problems_of_dtype(self, dtype: str) -> Iterator[str]:
-        """Yield what is wrong with `quantization` for a model of this `model.dtype`."""
-        if self.quantization and dtype != "bfloat16":
+        """Yield what is wrong with 8-bit weights or keys for a model of this `model.dtype`."""
+        if self.low_precision and dtype != "bfloat16":
+            key, value = self.low_precision
             yield (
-                f"rollout.engine.quantization ({self.quantization}): vLLM quantises bfloat16 "
-                f"weights, but model.dtype is {dtype}. Set model.dtype to bfloat16."
+                f"{key} ({value}): vLLM quantises bfloat16 weights and keys, but model.dtype is "
+                f"{dtype}. Set model.dtype to bfloat16."
             )
 
     def resolved_count(self, *, num_workers: int, use_gpu: bool) -> int:

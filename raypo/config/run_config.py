@@ -353,10 +353,11 @@ class OnlineConfig(RecipeConfig):
                 "(or to {engine: dedicated}), or rollout.mode to sync."
             )
         yield from engine.problems_of_dtype(self.model.dtype)
-        if engine.quantization and self.pushes_adapter:
+        if engine.low_precision and self.pushes_adapter:
+            key, value = engine.low_precision
             yield (
-                f"rollout.engine.quantization ({engine.quantization}): is untested, and so "
-                "refused, with adapters in the engines. Set model.lora.push to merged."
+                f"{key} ({value}): is untested, and so refused, with adapters in the engines. Set "
+                "model.lora.push to merged."
             )
         if engine.speculation.kind != "none" and self.pushes_adapter:
             yield (
@@ -633,12 +634,13 @@ class PPOConfig(OnlineConfig):
                 f"{cutting} ({at:g}) truncates the engine's distribution. Set {cutting} to "
                 f"{usual}, or {key} to {off}."
             )
-        quantized = self.rollout.engine.quantization
-        if quantized and not self.ppo.allows_for_staleness:
+        low_precision = self.rollout.engine.low_precision
+        if low_precision and not self.ppo.allows_for_staleness:
+            key, value = low_precision
             yield (
-                f"rollout.engine.quantization ({quantized}): engine and learner then give other "
-                "log-probs to the same tokens, and ppo.correction.kind (none) does not correct "
-                "that. Set ppo.correction.kind to tis, or another kind."
+                f"{key} ({value}): engine and learner then give other log-probs to the same "
+                "tokens, and ppo.correction.kind (none) does not correct that. Set "
+                "ppo.correction.kind to tis, or another kind."
             )
         most, bound = section.max_staleness, self.rollout.staleness
         if most is not None and most >= bound:

@@ -21,7 +21,7 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
 """Names of the same config keys in older architectures."""
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "fp8": 1}
 _HUB_TIMEOUT_S = 5.0
 VOCABULARY_PAD = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
@@ -85,7 +85,12 @@ class ModelShape:
         return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     def kv_bytes_per_token(self, dtype: str, *, tensor_parallel: int = 1) -> int:
-        """Return the bytes of one token's keys and values in a device's cache, over all layers."""
+        """Return the bytes of one token's keys and values in a device's cache, over all layers.
+
+        Args:
+            dtype: Precision of the cache (`EngineSection.kv_dtype`).
+            tensor_parallel: Number of devices that share the heads.
+        """
         heads = max(1, self.kv_heads // tensor_parallel)  # at least one on each device, as in vLLM
         return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
 

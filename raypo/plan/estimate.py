@@ -329,7 +329,8 @@ def engine(
     cached = [shape] if drafter is None else [shape, drafter]
     result = _in_vllm(section, cached, device, gpu_bytes, weights, dtype, length, more, groups)
     if isinstance(config, OnlineConfig) and config.rollout.router_replay == "engine":
-        keys = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
+        kv_dtype = section.kv_dtype(dtype)
+        keys = shape.kv_bytes_per_token(kv_dtype, tensor_parallel=section.tensor_parallel)
         result.held["experts"] = result.held.get("KV cache", 0) // keys * shape.expert_bytes
     # Each process gets a copy of the weights.
     if section.tensor_parallel > 1 and transport(config, device) == "object":
@@ -388,7 +389,8 @@ def _in_vllm(
     if of_engine and of_engine.kv_cache_gb is not None:
         held["KV cache"] = int(of_engine.kv_cache_gb * 1e9)
     elif device == "cpu":
-        a_token = sum(each.kv_bytes_per_token(dtype, tensor_parallel=size) for each in shapes)
+        kv_dtype = of_engine.kv_dtype(dtype) if of_engine else dtype
+        a_token = sum(shape.kv_bytes_per_token(kv_dtype, tensor_parallel=size) for shape in shapes)
         held["KV cache"] = default_cpu_kv_bytes(a_token, max_model_len)
     elif gpu_bytes:
         taken = int(section.gpu_memory_fraction * gpu_bytes)

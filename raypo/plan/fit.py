@@ -546,9 +546,10 @@ def _impossible(plan: Plan) -> Iterator[str]:
     if config is None:
         return
     section, length = config.rollout.engine, config.max_model_len
+    kv_dtype = section.kv_dtype(config.model.dtype)
     one = cpu_sequence_bytes(
         sum(
-            shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=section.tensor_parallel)
+            shape.kv_bytes_per_token(kv_dtype, tensor_parallel=section.tensor_parallel)
             for shape in (plan.models.policy, plan.models.drafter)
             if shape is not None
         ),

@@ -166,7 +166,7 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     share = -(-config.responses_per_step // len(engines))
     section = config.rollout.engine
     a_token = plan.models.policy.kv_bytes_per_token(
-        config.model.dtype, tensor_parallel=section.tensor_parallel
+        section.kv_dtype(config.model.dtype), tensor_parallel=section.tensor_parallel
     )
     held = next(role.memory.held for role in plan.roles if role.name == "engine")
     groups = groups_of(config)
@@ -292,7 +292,8 @@ class _Work:
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         share, at_once = sampled_of(self._plan)
-        a_token = shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=size)
+        kv_dtype = config.rollout.engine.kv_dtype(config.model.dtype)
+        a_token = shape.kv_bytes_per_token(kv_dtype, tensor_parallel=size)
         steps = response * max(1.0, share / at_once)
         weights = engine_weight_bytes(config, shape) / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)

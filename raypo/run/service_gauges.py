@@ -13,7 +13,7 @@ from raypo.metrics.process_memory import peak_memory
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.serving.engine import Engine
-from raypo.serving.requests import Load, Stretch
+from raypo.serving.requests import Load, LoadSummary
 from raypo.tracking.trace import note_call
 
 
@@ -27,36 +27,36 @@ class EnginesLoad:
     _drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Drafted and accepted tokens of each engine at the last call."""
 
-    def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
+    def metrics(self, by_engine: Mapping[str, tuple[Load, LoadSummary]]) -> dict[str, float]:
         """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
 
         Args:
-            stretches: Load and statistics of each engine that answers, by name.
+            by_engine: Load and statistics of each engine that answers, by name.
         """
         now = time.monotonic()
-        loads = [load for load, _ in stretches.values()]
-        statistics = [stretch for _, stretch in stretches.values()]
+        loads = [load for load, _ in by_engine.values()]
+        statistics = [summary for _, summary in by_engine.values()]
         busy_s = sum(load.busy_s for load in loads)
         preemptions = sum(load.preemptions for load in loads)
         metrics = {
-            "perf/engine_queued": sum((stretch.queued_mean for stretch in statistics), 0.0),
+            "perf/engine_queued": sum((summary.queued_mean for summary in statistics), 0.0),
             "perf/engine_queued_max": max(
-                (stretch.queued_max for stretch in statistics), default=0.0
+                (summary.queued_max for summary in statistics), default=0.0
             ),
-            "perf/engine_running": sum((stretch.running_mean for stretch in statistics), 0.0),
+            "perf/engine_running": sum((summary.running_mean for summary in statistics), 0.0),
             "perf/engine_running_max": max(
-                (stretch.running_max for stretch in statistics), default=0.0
+                (summary.running_max for summary in statistics), default=0.0
             ),
             "perf/engine_kv_cache": max(
-                (stretch.kv_cache_mean for stretch in statistics), default=0.0
+                (summary.kv_cache_mean for summary in statistics), default=0.0
             ),
             "perf/engine_kv_cache_max": max(
-                (stretch.kv_cache_max for stretch in statistics), default=0.0
+                (summary.kv_cache_max for summary in statistics), default=0.0
             ),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
         drafted = accepted = 0
-        for name, (load, _) in stretches.items():
+        for name, (load, _) in by_engine.items():
             before = self._drafts.get(name, (0, 0))
             if load.drafted < before[0]:  # the engine was restarted
                 before = (0, 0)
@@ -90,14 +90,14 @@ class ServiceGauges:
         # Other runs contribute to the load of a shared pool.
         if self._run.workers.rank > 0 or self._services.in_pool:
             return {}
-        engines, stretches = self._services.engine.handle, {}
-        answers = engines.control(Engine.stretch)
+        engines, loads = self._services.engine.handle, {}
+        answers = engines.control(Engine.load_summary)
         for engine, answer in zip(engines.replicas, answers, strict=True):
-            for load, stretch in survivors([answer]):
-                stretches[engine.name] = load, stretch
-                for begin, end in stretch.idle:
+            for load, summary in survivors([answer]):
+                loads[engine.name] = load, summary
+                for begin, end in summary.idle:
                     note_call(engine.name, "idle", begin, end)
-        return self._engines_load.metrics(stretches)
+        return self._engines_load.metrics(loads)
 
     def memory(self) -> dict[str, float]:
         """Return the highest peak memory of each role's processes, such as `perf/memory_<role>_gb`.

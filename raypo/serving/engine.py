@@ -40,11 +40,11 @@ from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
     Load,
+    LoadSummary,
     SamplingRequest,
-    Stretch,
     validate_request,
 )
-from raypo.serving.vllm_loop import Serving, VllmLoop
+from raypo.serving.vllm_loop import EngineState, VllmLoop
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import engine_arguments, start_llm
 from raypo.weights.adapter import AdapterPush
@@ -154,7 +154,7 @@ class Engine:
                 has an engine.
         """
         self._name = short_name(model)  # first: Ray calls `repr` even if the constructor fails
-        self._serving = Serving()
+        self._serving = EngineState()
         self._was_pushed_to = False
         self._arriving: PushStart | None = None
         self._paused_by: str | None = None
@@ -219,7 +219,7 @@ class Engine:
     def __repr__(self) -> str:
         """Return model and state. Ray's dashboard only shows the value from the actor's start."""
         serving = self._serving
-        if serving.broken is not None:
+        if serving.failure is not None:
             state = "broken"
         elif serving.version is not None:
             now = "asleep" if serving.asleep else "paused" if serving.paused else "ready"
@@ -247,13 +247,13 @@ class Engine:
         """Return how long the current step or push has been running, in seconds, or 0 if idle."""
         return self._loop.progress.stalled_s()
 
-    def stretch(self) -> tuple[Load, Stretch]:
+    def load_summary(self) -> tuple[Load, LoadSummary]:
         """Return the load, and its means and peaks since the last call of this method.
 
         The load is updated between steps, every 0.25 s.
         """
-        stretch = self._loop.stretch()
-        return self._loop.load, stretch
+        summary = self._loop.load_summary()
+        return self._loop.load, summary
 
     def submit(
         self, requests: Sequence[SamplingRequest], *, alone: bool = False
@@ -318,7 +318,7 @@ class Engine:
             RuntimeError: the engine is broken.
         """
         self._require_unbroken()
-        self._loop.settle()
+        self._loop.drain_steps()
         self._serving.paused = in_flight
         if in_flight == "restart":
             self._loop.restart_running()
@@ -347,7 +347,7 @@ class Engine:
         self._require_unbroken()
         if "weights" in self._serving.asleep:
             raise WeightError("the engine's weights are asleep: wake them up before a push.")
-        self._loop.settle()
+        self._loop.drain_steps()
         if self._paused_by is not None:
             self.resume()
         if start.in_flight is not None:
@@ -412,12 +412,12 @@ class Engine:
             # In a pause, adapters are pushed again before sampling resumes, so their requests go
             # back to the queue. Without a pause, their requests are aborted.
             in_pause = self._serving.paused is not None
-            out = self._loop.restart_running if in_pause else self._loop.give_back_running
+            out = self._loop.restart_running if in_pause else self._loop.abort_running
             out(adapters=self._adapters.forget_all())
-        if not self._loop.forget_keys():
+        if not self._loop.reset_kv_cache():
             raise WeightError("vLLM did not reset the prefix cache of the old weights.")
         self._serving.version, self._arriving = manifest.version, None
-        self._loop.note_version(None, manifest.version)
+        self._loop.record_version(None, manifest.version)
         self._held[None] = arriving.id
         return arrived
 
@@ -462,7 +462,7 @@ class Engine:
             RuntimeError: the engine is broken.
         """
         self._require_unbroken()
-        self._loop.give_back_running()
+        self._loop.abort_running()
         if not self._serving.asleep:
             if before_push:
                 self._drop_version("its weights were dropped before a push")
@@ -512,18 +512,18 @@ class Engine:
         """
         self._require_unbroken()
         if self._serving.version is None:
-            raise RuntimeError(f"the engine takes no adapter: {self._serving.why_not}.")
-        self._loop.settle()
+            raise RuntimeError(f"the engine takes no adapter: {self._serving.no_version_reason}.")
+        self._loop.drain_steps()
         if in_flight == "restart":
             self._loop.restart_running(adapters={push.name})
         try:
             self._require_adapters().load(self._processes, push)
         except Exception:
-            self._loop.give_back_running(adapters={push.name})
+            self._loop.abort_running(adapters={push.name})
             raise
-        if self._loop.runs(push.name) and in_flight != "keep":
-            self._loop.forget_keys()
-        self._loop.note_version(push.name, push.version)
+        if self._loop.has_running(push.name) and in_flight != "keep":
+            self._loop.reset_kv_cache()
+        self._loop.record_version(push.name, push.version)
 
     def hold(self, *pushes: WeightSnapshot, in_flight: InFlight | None = None) -> None:
         """Load the given pushes that this engine lacks, for example after a restart. Idempotent.
@@ -578,7 +578,7 @@ class Engine:
         """
         self._require_unbroken()
         self._held.pop(name, None)
-        self._loop.give_back_running(adapters={name})
+        self._loop.abort_running(adapters={name})
         self._require_adapters().drop(self._processes, name)
 
     def shutdown(self) -> None:
@@ -598,15 +598,15 @@ class Engine:
 
         InsideVllm(self._llm).record_experts(read)
 
-    def _drop_version(self, why_not: str) -> None:
+    def _drop_version(self, no_version_reason: str) -> None:
         """Drop the current version. The engine refuses to sample until a push ends."""
-        self._serving.version, self._serving.why_not = None, why_not
+        self._serving.version, self._serving.no_version_reason = None, no_version_reason
         self._replaced.update(self._held.values())
         self._held.clear()
 
     def _end(self) -> None:
         self._no_more_gauges()
-        self._serving.version, self._serving.broken = None, "it was shut down"
+        self._serving.version, self._serving.failure = None, "it was shut down"
         InsideVllm(self._llm).shutdown()
         _remember(None)
 
@@ -626,7 +626,7 @@ class Engine:
         return self._adapters
 
     def _require_unbroken(self) -> None:
-        reason = self._serving.broken or self._processes.why_broken()
+        reason = self._serving.failure or self._processes.why_broken()
         if reason is not None:
-            self._loop.give_up(reason)
+            self._loop.mark_broken(reason)
             raise RuntimeError(self._serving.refusal())

@@ -33,7 +33,7 @@ class InsideVllm:
     llm: Any
 
     @property
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         """Maximum number of requests in a step (`max_num_seqs`)."""
         return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
@@ -154,18 +154,18 @@ class InsideVllm:
         def read_and_free(request: Any) -> None:
             parts: list[np.ndarray] | None = getattr(request, "experts", None)
             if parts is not None:
-                known = sum(map(len, parts))
+                recorded = sum(map(len, parts))
                 # Steps in flight write before the store is read, also those whose tokens vLLM has
                 # not delivered yet (`num_computed_tokens` counts them).
                 computed = min(request.num_computed_tokens, request.num_tokens)
-                if computed > known:
+                if computed > recorded:
                     (blocks,) = manager.get_block_ids(request.request_id)
-                    parts.append(read(blocks, known, computed))
+                    parts.append(read(blocks, recorded, computed))
             free(request)
 
         manager.free = read_and_free
 
-    def settle(self, step: Callable[[], bool]) -> None:
+    def drain_steps(self, step: Callable[[], bool]) -> None:
         """Drain the batches in flight under asynchronous scheduling; schedule no new ones.
 
         Args:
@@ -182,14 +182,14 @@ class InsideVllm:
         finally:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def forget_keys(self, *, of_running: bool = False) -> bool:
+    def reset_kv_cache(self, *, include_running: bool = False) -> bool:
         """Reset the prefix cache; return False if vLLM could not.
 
         Args:
-            of_running: Also drop the keys and values of running requests, which are then
+            include_running: Also drop the keys and values of running requests, which are then
                 recomputed. vLLM counts that as a preemption of each request.
         """
-        return self.llm.reset_prefix_cache(reset_running_requests=of_running)
+        return self.llm.reset_prefix_cache(reset_running_requests=include_running)
 
     @property
     def _core(self) -> Any:

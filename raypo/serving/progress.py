@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from raypo.serving.requests import Stretch
+from raypo.serving.requests import LoadSummary
 
 IDLE_S = 0.05
 """Shortest idle time that is recorded, in seconds."""
@@ -63,11 +63,11 @@ class Meter:
             now = time.time()
             self._idle.append((now - seconds, now))
 
-    def take(self) -> Stretch:
+    def take(self) -> LoadSummary:
         """Return means and peaks of the load since the last call of this method."""
         self._add_up()
         seconds = self._at - self._since
-        told = {
+        values = {
             f"{name}_{kind}": value
             for name in self._now
             for kind, value in (
@@ -75,10 +75,10 @@ class Meter:
                 ("max", self._peaks[name]),
             )
         }
-        stretch = Stretch(**told, idle=tuple(self._idle))
+        summary = LoadSummary(**values, idle=tuple(self._idle))
         self._since, self._sums, self._peaks = self._at, {}, dict(self._now)
         self._idle.clear()
-        return stretch
+        return summary
 
     def _add_up(self) -> None:
         now = time.monotonic()

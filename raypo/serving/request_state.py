@@ -17,7 +17,7 @@ class RequestState(Future[Completion]):
         request: SamplingRequest,
         deadline: float,
         alone: bool,
-        give_back: Callable[[RequestState], None],
+        request_abort: Callable[[RequestState], None],
     ) -> None:
         """Wrap a request that is not queued yet.
 
@@ -25,17 +25,17 @@ class RequestState(Future[Completion]):
             request: The request.
             deadline: Time on the clock of `time.monotonic`. inf means no timeout.
             alone: Whether it belongs to an exclusive batch.
-            give_back: Callback that aborts the request. Called in any thread; it does not block.
+            request_abort: Callback that aborts the request without blocking. Called in any thread.
         """
         super().__init__()
         self.request, self.deadline, self.alone = request, deadline, alone
-        self.number = 0
+        self.arrival = 0
         """Order of arrival."""
-        self.has_place = False
+        self.has_queue_slot = False
         """True while it holds a slot of the queue's semaphore."""
-        self.waits = False
+        self.is_queued = False
         """True while it is queued."""
-        self.name: str | None = None
+        self.vllm_id: str | None = None
         """vLLM's internal request id, or None if vLLM does not hold the request."""
         self.versions: list[tuple[int, int]] = []
         """One pair (index of the first token, version) for each weight version it ran under."""
@@ -43,7 +43,7 @@ class RequestState(Future[Completion]):
         """The scheduler's request object, kept to read `num_preemptions` after the request ends."""
         self.num_preemptions = 0
         """Preemptions that are already added to the engine's count."""
-        self._give_back = give_back
+        self._request_abort = request_abort
         # A running future ignores `Future.cancel`. The loop resolves it with the tokens so far.
         self.set_running_or_notify_cancel()
 
@@ -53,5 +53,5 @@ class RequestState(Future[Completion]):
         Returns:
             False, as for any running future.
         """
-        self._give_back(self)
+        self._request_abort(self)
         return super().cancel()

@@ -98,7 +98,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LoadSummary:
     """Means and peaks of an engine's load over a time span, and its idle times."""
 
     queued_mean: float = 0.0

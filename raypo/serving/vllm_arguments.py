@@ -17,6 +17,7 @@ SET_BY = {
     "enable_prefix_caching": "rollout.engine.prefix_caching",
     "enable_sleep_mode": "rollout.engine.sleep",
     "gpu_memory_utilization": "rollout.engine.gpu_memory_fraction",
+    "kv_cache_dtype": "rollout.engine.kv_cache_dtype",
     "kv_cache_memory_bytes": "rollout.engine.kv_cache_gb",
     "max_lora_rank": "model.lora.rank",
     "max_loras": "model.lora",

@@ -4,16 +4,16 @@ Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only thr
 also owns the state of all requests, so this state needs no lock. Any number of other threads call
 `VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
-A caller appends a function to one of two lists, under the lock `_door`. No thread holds this lock
+A caller appends a function to one of two lists, under the lock `_wakeup`. No thread holds this lock
 while it works or waits for a result. The thread of vLLM runs the functions between steps:
 
-- those in `_news` (new requests, cancellations, load queries) before every step;
-- those in `_calls` (weight pushes, sleep, shutdown) only if no exclusive batch runs.
+- those in `_inbox` (new requests, cancellations, load queries) before every step;
+- those in `_deferred_calls` (weight pushes, sleep, shutdown) only if no exclusive batch runs.
 
 Callers wait in two places. They wait for the future of their function or request. In `submit` they
-wait for a slot of the semaphore `_places`; the thread releases it when a request leaves the queue.
-The thread waits only on `_door`, for work or for the next deadline. It never waits for a caller, so
-there is no deadlock.
+wait for a slot of the semaphore `_queue_slots`, which the thread releases when a request leaves the
+queue. The thread waits only on `_wakeup`, for work or for the next deadline. It never waits for a
+caller, so there is no deadlock.
 
 Futures are resolved in the thread. Their callbacks therefore delay the next step, and must not call
 `submit`.
@@ -40,37 +40,37 @@ from raypo.serving.adapters import Adapters
 from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.request_state import RequestState
-from raypo.serving.requests import Load, SamplingRequest, Stretch
+from raypo.serving.requests import Load, LoadSummary, SamplingRequest
 from raypo.serving.vllm_requests import check_ids, completion_of, sampling_params, vllm_prompt
 
-LOOK_EVERY_S = 0.25
-RATE_OVER_S = 1.0
-LEAVE_S = 5.0
+LOAD_UPDATE_EVERY_S = 0.25
+RATE_WINDOW_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
 """Longest time that `close` waits for the running step, in seconds."""
 
 T = TypeVar("T")
 
 
 @dataclass
-class Serving:
+class EngineState:
     """State that decides if an engine may sample. Written between steps; read by any thread."""
 
     version: int | None = None
     """Weight version, or None if the engine holds no complete weights."""
-    why_not: str = "no weights were pushed yet"
+    no_version_reason: str = "no weights were pushed yet"
     asleep: set[str] = field(default_factory=set)
     paused: InFlight | None = None
-    broken: str | None = None
+    failure: str | None = None
 
     def refusal(self) -> str | None:
         """Return why the engine cannot sample, or None if it can. A pause is not a reason."""
-        if self.broken is not None:
+        if self.failure is not None:
             return (
-                f"this engine cannot go on: {self.broken}. "
+                f"this engine cannot go on: {self.failure}. "
                 "Start another one and push the weights to it."
             )
         if self.version is None:
-            return f"the engine refuses to sample: {self.why_not}."
+            return f"the engine refuses to sample: {self.no_version_reason}."
         if self.asleep:
             return "the engine refuses to sample: it is asleep. Call wake_up first."
         return None
@@ -89,7 +89,7 @@ class VllmLoop:
     def __init__(
         self,
         start: Callable[[], Any],
-        serving: Serving,
+        serving: EngineState,
         *,
         max_waiting: int,
         probes: int = 0,
@@ -113,33 +113,33 @@ class VllmLoop:
         self.load = Load()
         self.progress = Progress()
         self._placeholder_id = placeholder_id
-        # Filled by other threads, emptied by the loop's thread; guarded by `_door`.
-        self._door = threading.Condition()
-        self._news: list[Callable[[], object]] = []
-        self._calls: list[Callable[[], object]] = []
+        # Filled by other threads, emptied by the loop's thread; guarded by `_wakeup`.
+        self._wakeup = threading.Condition()
+        self._inbox: list[Callable[[], object]] = []
+        self._deferred_calls: list[Callable[[], object]] = []
         """Functions that are deferred while an exclusive batch runs."""
         self._is_closing = False
         # Queue slots: acquired by callers in `submit`, released by the loop's thread.
-        self._places = threading.Semaphore(max_waiting)
+        self._queue_slots = threading.Semaphore(max_waiting)
         # Used only by the loop's thread.
         self._queue: list[tuple[int, int, list[RequestState]]] = []
         """Heap of (priority, order of arrival, requests that enter vLLM together)."""
         self._num_queued = 0
         self._deadlines: list[tuple[float, int, RequestState]] = []
         """Heap of (deadline, order of arrival, request)."""
-        self._attempts: dict[str, str] = {}
+        self._live_attempts: dict[str, str] = {}
         """Live attempt of each run. Requests of its other attempts are cancelled."""
-        self._numbers = itertools.count()
+        self._arrival_counter = itertools.count()
         self._running: dict[str, RequestState] = {}
         """Requests in vLLM, by the id that its outputs have (`external_req_id`)."""
-        self._runs_alone = False
+        self._is_exclusive = False
         """True while an exclusive batch is in vLLM."""
         self._salt = ""
         """Prefix of every cache salt. It changes if old weights' keys and values stay in use."""
         self._steps, self._busy_s, self._tokens, self._preemptions = 0, 0.0, 0, 0
         self._meter = Meter()
-        self._looked_at = -math.inf
-        self._rate_from = 0.0, 0
+        self._load_updated_at = -math.inf
+        self._rate_window_start = 0.0, 0
         """Busy seconds and token count at the start of the `tokens_per_s` window."""
         started: Future[InsideVllm] = Future()
         self._thread = threading.Thread(
@@ -148,7 +148,7 @@ class VllmLoop:
         self._thread.start()
         self._inside = started.result()
         self.llm = self._inside.llm
-        self._most_running, self._probes = self._inside.most_running - probes, probes
+        self._max_running, self._probes = self._inside.max_running - probes, probes
 
     def call(self, function: Callable[[], T], *, is_urgent: bool = False) -> T:
         """Run a function in the thread, between two steps. Blocks until it has run.
@@ -166,10 +166,10 @@ class VllmLoop:
         """
         if threading.current_thread() is self._thread:
             return function()  # waiting for itself would be a deadlock
-        answer: Future[T] = Future()
-        where = self._news if is_urgent else self._calls
-        self._hand_in(where, partial(settle, answer, function))
-        return answer.result()
+        result: Future[T] = Future()
+        target = self._inbox if is_urgent else self._deferred_calls
+        self._post(target, partial(settle, result, function))
+        return result.result()
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[RequestState]:
         """Queue requests. Blocks while the queue is full.
@@ -188,35 +188,36 @@ class VllmLoop:
         Raises:
             RuntimeError: the engine was shut down.
         """
-        assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
+        assert threading.current_thread() is not self._thread, "submit would wait for itself"
         now = time.monotonic()
-        asked = [
-            RequestState(each, now + (each.timeout_s or math.inf), alone, self._take_back)
-            for each in requests
+        states = [
+            RequestState(request, now + (request.timeout_s or math.inf), alone, self._request_abort)
+            for request in requests
         ]
         if alone:
-            self._hand_in(self._news, partial(self._arrive, [*asked]))
-            return asked
-        for each in asked:
-            left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
-            needs_place = each.request.priority >= 0
-            if needs_place and not self._places.acquire(timeout=left):
-                each.set_result(completion_of((), (), "timeout"))
+            self._post(self._inbox, partial(self._receive, [*states]))
+            return states
+        for state in states:
+            has_deadline = state.deadline < math.inf
+            remaining_s = max(0.0, state.deadline - time.monotonic()) if has_deadline else None
+            needs_slot = state.request.priority >= 0
+            if needs_slot and not self._queue_slots.acquire(timeout=remaining_s):
+                state.set_result(completion_of((), (), "timeout"))
                 continue
-            each.has_place = needs_place
+            state.has_queue_slot = needs_slot
             try:
-                self._hand_in(self._news, partial(self._arrive, [each]))
+                self._post(self._inbox, partial(self._receive, [state]))
             except RuntimeError:
-                if needs_place:
-                    self._places.release()  # wakes the next blocked caller, which fails as well
+                if needs_slot:
+                    self._queue_slots.release()  # the next blocked caller then fails as well
                 raise
-        return asked
+        return states
 
-    def _take_back(self, request: RequestState) -> None:
+    def _request_abort(self, request: RequestState) -> None:
         """Cancel a request before the next step. Does not block."""
         with suppress(RuntimeError):  # after shutdown every request has failed already
-            give_back = partial(self.give_back, lambda each: each is request, "cancelled")
-            self._hand_in(self._news, give_back)
+            abort = partial(self.abort, lambda state: state is request, "cancelled")
+            self._post(self._inbox, abort)
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
         """Cancel a run's requests of other attempts: queued, running, or still to arrive.
@@ -225,45 +226,45 @@ class VllmLoop:
             Number of requests that were cancelled now.
         """
 
-        def begin() -> int:
-            self._attempts[run] = attempt
-            return self.give_back(self._is_orphan, "cancelled")
+        def switch_attempt() -> int:
+            self._live_attempts[run] = attempt
+            return self.abort(self._is_from_other_attempt, "cancelled")
 
-        return self.call(begin, is_urgent=True)
+        return self.call(switch_attempt, is_urgent=True)
 
-    def stretch(self) -> Stretch:
+    def load_summary(self) -> LoadSummary:
         """Return means and peaks of the load since the last call of this method."""
         return self.call(self._meter.take, is_urgent=True)
 
-    def _is_orphan(self, each: RequestState) -> bool:
-        run, _, attempt = each.request.id.rpartition("/")
-        return self._attempts.get(run, attempt) != attempt
+    def _is_from_other_attempt(self, state: RequestState) -> bool:
+        run, _, attempt = state.request.id.rpartition("/")
+        return self._live_attempts.get(run, attempt) != attempt
 
-    def give_up(self, reason: str) -> None:
+    def mark_broken(self, reason: str) -> None:
         """Mark the engine as broken; every queued and running request then fails."""
-        self.serving.broken = self.serving.broken or reason
-        with self._door:
-            self._door.notify()
+        self.serving.failure = self.serving.failure or reason
+        with self._wakeup:
+            self._wakeup.notify()
 
     def close(self) -> None:
         """End the thread after the current step. Requests that are then unfinished fail.
 
-        Waits at most `LEAVE_S` seconds for the thread.
+        Waits at most `CLOSE_TIMEOUT_S` seconds for the thread.
         """
-        with self._door:
+        with self._wakeup:
             self._is_closing = True
-            self._door.notify()
+            self._wakeup.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join(LEAVE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
 
-    def _hand_in(self, where: list[Callable[[], object]], what: Callable[[], object]) -> None:
-        with self._door:
+    def _post(self, target: list[Callable[[], object]], function: Callable[[], object]) -> None:
+        with self._wakeup:
             if self._is_closing:
                 raise RuntimeError(self.serving.refusal() or "this engine was shut down.")
-            where.append(what)
-            self._door.notify()
+            target.append(function)
+            self._wakeup.notify()
 
-    def settle(self) -> None:
+    def drain_steps(self) -> None:
         """Collect the outputs of steps in flight, which belong to the current weights.
 
         With asynchronous scheduling, as on GPUs, vLLM is one step ahead of its outputs.
@@ -272,28 +273,28 @@ class VllmLoop:
             RuntimeError: vLLM failed.
         """
         if self._running:
-            self._inside.settle(self._step)
-        if self.serving.broken is not None:
+            self._inside.drain_steps(self._step)
+        if self.serving.failure is not None:
             raise RuntimeError(self.serving.refusal())
 
-    def give_back(self, are_meant: Callable[[RequestState], bool], reason: str) -> int:
+    def abort(self, selects: Callable[[RequestState], bool], reason: str) -> int:
         """Abort queued and running requests. Each future gets the tokens sampled so far.
 
         Args:
-            are_meant: Predicate that selects the requests.
+            selects: Predicate that selects the requests.
             reason: Finish reason of the aborted requests.
 
         Returns:
             Number of requests that were aborted.
         """
-        waiting = (each for _, _, batch in self._queue for each in batch)
-        everyone = (*waiting, *self._running.values())
-        meant = [each for each in everyone if not each.done() and are_meant(each)]
-        for each in meant:
-            self._give_back(each, reason)
-        return len(meant)
+        queued = (state for _, _, batch in self._queue for state in batch)
+        all_requests = (*queued, *self._running.values())
+        selected = [state for state in all_requests if not state.done() and selects(state)]
+        for state in selected:
+            self._abort_one(state, reason)
+        return len(selected)
 
-    def give_back_running(self, *, adapters: Collection[str | None] | None = None) -> None:
+    def abort_running(self, *, adapters: Collection[str | None] | None = None) -> None:
         """Abort running requests, with finish reason `paused` and the tokens sampled so far.
 
         Args:
@@ -302,24 +303,25 @@ class VllmLoop:
                 aborted.
         """
 
-        def are_meant(each: RequestState) -> bool:
-            return each.name is not None and (adapters is None or each.request.adapter in adapters)
+        def selects(state: RequestState) -> bool:
+            is_in_vllm = state.vllm_id is not None
+            return is_in_vllm and (adapters is None or state.request.adapter in adapters)
 
-        self.give_back(are_meant, "paused")
+        self.abort(selects, "paused")
 
     def restart_running(self, *, adapters: Collection[str | None] | None = None) -> None:
         """Drop the tokens of running requests and put the requests back into the queue.
 
         Args:
-            adapters: Filter, as for `give_back_running`.
+            adapters: Filter, as for `abort_running`.
         """
-        for each in list(self._running.values()):
-            if adapters is not None and each.request.adapter not in adapters:
+        for state in list(self._running.values()):
+            if adapters is not None and state.request.adapter not in adapters:
                 continue
-            self._withdraw(each)
-            self._line_up([each])
+            self._abort_in_vllm(state)
+            self._enqueue([state])
 
-    def forget_keys(self) -> bool:
+    def reset_kv_cache(self) -> bool:
         """Invalidate the KV cache of replaced weights.
 
         Running requests recompute their keys and values. If the pause has the policy `keep`, they
@@ -330,79 +332,80 @@ class VllmLoop:
         """
         if self._running and self.serving.paused == "keep":
             # The cache cannot be reset under running requests; a new salt makes its entries miss.
-            self._salt = str(next(self._numbers))
+            self._salt = str(next(self._arrival_counter))
             return True
         self._salt = ""
-        for each in self._running.values():
-            self._count_preemptions(each)
-        is_done = self._inside.forget_keys(of_running=bool(self._running))
-        for each in self._running.values():
+        for state in self._running.values():
+            self._count_preemptions(state)
+        was_reset = self._inside.reset_kv_cache(include_running=bool(self._running))
+        for state in self._running.values():
             # vLLM counts the reset as a preemption of each request; it is no sign of a full KV
             # cache.
-            each.num_preemptions = each.scheduled.num_preemptions
-        return is_done
+            state.num_preemptions = state.scheduled.num_preemptions
+        return was_reset
 
-    def note_version(self, adapter: str | None, version: int) -> None:
+    def record_version(self, adapter: str | None, version: int) -> None:
         """Record that running requests under an adapter continue with new weights.
 
         Args:
             adapter: Adapter that was replaced. None means the engine's own weights.
             version: The new version.
         """
-        for each in self._running.values():
-            if each.request.adapter == adapter:
-                each.versions.append((each.scheduled.num_output_tokens, version))
+        for state in self._running.values():
+            if state.request.adapter == adapter:
+                state.versions.append((state.scheduled.num_output_tokens, version))
 
-    def runs(self, adapter: str) -> bool:
+    def has_running(self, adapter: str) -> bool:
         """Return True if any request runs under this adapter."""
-        return any(each.request.adapter == adapter for each in self._running.values())
+        return any(state.request.adapter == adapter for state in self._running.values())
 
     def _run(self, start: Callable[[], Any], started: Future[InsideVllm]) -> None:
         settle(started, lambda: InsideVllm(start()))
         if started.exception() is None:
             self._inside = started.result()
-            while self._turn():
+            while self._iterate():
                 pass
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         """Run the queued functions, then one step if any request runs; return False once closed."""
         begin = time.monotonic()
-        with self._door:
-            self._door.wait_for(self._is_needed, self._seconds_left())
+        with self._wakeup:
+            self._wakeup.wait_for(self._has_work, self._seconds_to_deadline())
             if not self._running and not self._num_queued:
                 self._meter.note_idle(time.monotonic() - begin)
-            is_last = self._is_closing
-            todo = list(self._news)
-            self._news.clear()  # in place: `_hand_in` callers hold a reference to the list
-            if is_last or not self._runs_alone:
-                todo += self._calls
-                self._calls.clear()
+            is_closing = self._is_closing
+            functions = list(self._inbox)
+            self._inbox.clear()  # in place: `_post` callers hold a reference to the list
+            if is_closing or not self._is_exclusive:
+                functions += self._deferred_calls
+                self._deferred_calls.clear()
         try:
             with self.progress.at_work():
-                for function in todo:
+                for function in functions:
                     function()
                     self.progress.step()
-                while self._seconds_left() == 0.0:
-                    self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
+                while self._seconds_to_deadline() == 0.0:
+                    self._abort_one(heapq.heappop(self._deadlines)[2], "timeout")
                 self._admit()
                 if self._running and self.serving.may_step():
                     self._step()
-                self._look()
+                self._update_load()
         except BaseException as error:
             self._break(error)
-        if is_last:
-            self.serving.broken = self.serving.broken or "it was shut down"
-        if self.serving.broken is not None:
+        if is_closing:
+            self.serving.failure = self.serving.failure or "it was shut down"
+        if self.serving.failure is not None:
             self._fail_all()
-        return not is_last
+        return not is_closing
 
-    def _is_needed(self) -> bool:
+    def _has_work(self) -> bool:
         has_requests = bool(self._running or self._queue)
-        can_go_on = self.serving.may_step() or self.serving.broken is not None
-        has_calls = bool(self._calls) and not self._runs_alone
-        return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
+        can_process_requests = self.serving.may_step() or self.serving.failure is not None
+        has_calls = bool(self._deferred_calls) and not self._is_exclusive
+        can_step = has_requests and can_process_requests
+        return self._is_closing or bool(self._inbox) or has_calls or can_step
 
-    def _seconds_left(self) -> float | None:
+    def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next deadline, or None if no request has a deadline."""
         while self._deadlines and self._deadlines[0][2].done():
             heapq.heappop(self._deadlines)
@@ -410,27 +413,27 @@ class VllmLoop:
             return None
         return max(0.0, self._deadlines[0][0] - time.monotonic())
 
-    def _arrive(self, batch: list[RequestState]) -> None:
+    def _receive(self, batch: list[RequestState]) -> None:
         refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
-        if refusal is not None and (self.serving.broken is not None or not is_paused):
+        if refusal is not None and (self.serving.failure is not None or not is_paused):
             self._fail(batch, RuntimeError(refusal))
             return
-        for each in filter(self._is_orphan, batch):  # its caller is dead
-            self._give_back(each, "cancelled")
-        batch = [each for each in batch if not each.done()]
-        for each in batch:
-            each.number = next(self._numbers)
-            if each.deadline < math.inf:
-                heapq.heappush(self._deadlines, (each.deadline, each.number, each))
+        for state in filter(self._is_from_other_attempt, batch):  # its caller is dead
+            self._abort_one(state, "cancelled")
+        batch = [state for state in batch if not state.done()]
+        for state in batch:
+            state.arrival = next(self._arrival_counter)
+            if state.deadline < math.inf:
+                heapq.heappush(self._deadlines, (state.deadline, state.arrival, state))
         if batch:
-            self._line_up(batch)
+            self._enqueue(batch)
 
-    def _line_up(self, batch: list[RequestState]) -> None:
+    def _enqueue(self, batch: list[RequestState]) -> None:
         self._num_queued += len(batch)
-        for each in batch:
-            each.waits = True
-        priority = min(each.request.priority for each in batch)
-        heapq.heappush(self._queue, (priority, batch[0].number, batch))
+        for state in batch:
+            state.is_queued = True
+        priority = min(state.request.priority for state in batch)
+        heapq.heappush(self._queue, (priority, batch[0].arrival, batch))
 
     def _admit(self) -> None:
         """Move requests from the queue into vLLM, up to `max_num_seqs`.
@@ -440,63 +443,63 @@ class VllmLoop:
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
             for _, _, batch in self._queue:
-                if batch[0].alone:  # a push began first; other requests stay queued
+                if batch[0].alone:  # a push came first; other requests stay queued
                     self._fail(batch, RuntimeError(refusal))
-        entries: list[tuple[int, int, list[RequestState]]] = []
+        popped: list[tuple[int, int, list[RequestState]]] = []
         admitted: list[RequestState] = []
-        runs_alone = self._runs_alone
-        while self._queue and not runs_alone and self.serving.may_step():
+        is_exclusive = self._is_exclusive
+        while self._queue and not is_exclusive and self.serving.may_step():
             priority, _, batch = self._queue[0]
-            if batch := [each for each in batch if not each.done()]:
-                most = self._most_running + (self._probes if priority < 0 else 0)
-                runs_alone = batch[0].alone
-                if len(self._running) + len(admitted) >= (1 if runs_alone else most):
+            if batch := [state for state in batch if not state.done()]:
+                limit = self._max_running + (self._probes if priority < 0 else 0)
+                is_exclusive = batch[0].alone
+                if len(self._running) + len(admitted) >= (1 if is_exclusive else limit):
                     break
-                admitted += self._with_adapters(batch)
-            entries.append(heapq.heappop(self._queue))
+                admitted += self._fail_without_adapter(batch)
+            popped.append(heapq.heappop(self._queue))
         try:
             if admitted:
-                self._enter(admitted)
+                self._add_to_vllm(admitted)
         except BaseException:
-            for entry in entries:  # for `_fail_all`
-                heapq.heappush(self._queue, entry)
+            for item in popped:  # for `_fail_all`
+                heapq.heappush(self._queue, item)
             raise
 
-    def _with_adapters(self, batch: list[RequestState]) -> list[RequestState]:
+    def _fail_without_adapter(self, batch: list[RequestState]) -> list[RequestState]:
         """Return the requests of a batch, none if an adapter was dropped while they were queued."""
         try:
-            for each in batch:
-                if self.adapters and each.request.adapter:
-                    self.adapters.request(each.request.adapter)
+            for state in batch:
+                if self.adapters and state.request.adapter:
+                    self.adapters.request(state.request.adapter)
         except ValueError as error:
             self._fail(batch, error)
             return []
         return batch
 
-    def _enter(self, batch: list[RequestState]) -> None:
+    def _add_to_vllm(self, batch: list[RequestState]) -> None:
         """Add requests to vLLM, all in one call."""
-        self._leave_queue(batch)
-        requests = [each.request for each in batch]
-        held = self.adapters
+        self._dequeue(batch)
+        requests = [state.request for state in batch]
+        adapters = self.adapters
         names = self._inside.enqueue(
             [vllm_prompt(request, self._salt) for request in requests],
             [sampling_params(request, self._placeholder_id) for request in requests],
-            [held.request(r.adapter) if held and r.adapter else None for r in requests],
+            [adapters.request(r.adapter) if adapters and r.adapter else None for r in requests],
             [request.priority for request in requests],
         )
-        for each, name in zip(batch, names, strict=True):
-            adapter, version = each.request.adapter, self.serving.version
-            if held and adapter and (of_adapter := held.version(adapter)) is not None:
-                version = of_adapter
+        for state, name in zip(batch, names, strict=True):
+            adapter, version = state.request.adapter, self.serving.version
+            if adapters and adapter and (adapter_version := adapters.version(adapter)) is not None:
+                version = adapter_version
             assert version is not None
-            each.name, each.versions = name, [(0, version)]
-            each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
-            if each.request.images:
-                check_ids(each.request, each.scheduled.prompt_token_ids)
-            if each.request.with_experts:
-                each.scheduled.experts = []  # filled by `InsideVllm.record_experts`
-            self._running[self._state(each).external_req_id] = each
-        self._runs_alone = batch[0].alone
+            state.vllm_id, state.versions = name, [(0, version)]
+            state.scheduled, state.num_preemptions = self._inside.scheduled(name), 0
+            if state.request.images:
+                check_ids(state.request, state.scheduled.prompt_token_ids)
+            if state.request.with_experts:
+                state.scheduled.experts = []  # filled by `InsideVllm.record_experts`
+            self._running[self._output_state(state).external_req_id] = state
+        self._is_exclusive = batch[0].alone
 
     def _step(self) -> bool:
         """Run one engine step and resolve finished requests. Return False if vLLM failed."""
@@ -512,106 +515,106 @@ class VllmLoop:
         self._busy_s += time.perf_counter() - begin
         for output in outputs:
             if output.finished:
-                each, said = self._running[output.request_id], output.outputs[0]
-                tokens, log_probs = sampled(each.scheduled, said.logprobs)
-                self._left(each, output.request_id, len(tokens))
-                reason = said.finish_reason
-                experts = getattr(each.scheduled, "experts", None)
-                num_prompt = len(each.request.prompt_ids)
-                each.set_result(
-                    completion_of(tokens, log_probs, reason, each.versions, experts, num_prompt)
+                state, generated = self._running[output.request_id], output.outputs[0]
+                tokens, log_probs = sampled(state.scheduled, generated.logprobs)
+                self._remove_running(state, output.request_id, len(tokens))
+                reason = generated.finish_reason
+                experts = getattr(state.scheduled, "experts", None)
+                num_prompt = len(state.request.prompt_ids)
+                state.set_result(
+                    completion_of(tokens, log_probs, reason, state.versions, experts, num_prompt)
                 )
         return True
 
-    def _give_back(self, each: RequestState, reason: str) -> None:
+    def _abort_one(self, state: RequestState, reason: str) -> None:
         tokens, log_probs, experts = (), (), None
-        if each.name is None:
-            self._leave_queue([each])
+        if state.vllm_id is None:
+            self._dequeue([state])
         else:
-            tokens, log_probs = self._withdraw(each)
-            experts = getattr(each.scheduled, "experts", None)
-        num_prompt = len(each.request.prompt_ids)
-        each.set_result(
-            completion_of(tokens, log_probs, reason, each.versions, experts, num_prompt)
+            tokens, log_probs = self._abort_in_vllm(state)
+            experts = getattr(state.scheduled, "experts", None)
+        num_prompt = len(state.request.prompt_ids)
+        state.set_result(
+            completion_of(tokens, log_probs, reason, state.versions, experts, num_prompt)
         )
 
-    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Sequence[float]]:
+    def _abort_in_vllm(self, state: RequestState) -> tuple[Sequence[int], Sequence[float]]:
         """Abort a request in vLLM; return its tokens so far and their log-probs."""
-        state = self._state(each)
-        assert each.name is not None, "vLLM has it"
-        self._inside.abort(each.name)
-        tokens, log_probs = sampled(each.scheduled, state.logprobs_processor.logprobs)
-        self._left(each, state.external_req_id, len(tokens))
+        output_state = self._output_state(state)
+        assert state.vllm_id is not None, "the request is not in vLLM"
+        self._inside.abort(state.vllm_id)
+        tokens, log_probs = sampled(state.scheduled, output_state.logprobs_processor.logprobs)
+        self._remove_running(state, output_state.external_req_id, len(tokens))
         return tokens, log_probs
 
-    def _left(self, each: RequestState, name: str, num_tokens: int) -> None:
+    def _remove_running(self, state: RequestState, name: str, num_tokens: int) -> None:
         """Remove from `_running` a request that vLLM has finished or aborted."""
-        self._count_preemptions(each)
+        self._count_preemptions(state)
         del self._running[name]
-        each.name = None
+        state.vllm_id = None
         self._tokens += num_tokens
-        self._runs_alone = self._runs_alone and bool(self._running)
+        self._is_exclusive = self._is_exclusive and bool(self._running)
 
-    def _leave_queue(self, asked: Iterable[RequestState]) -> None:
-        for each in asked:
-            self._num_queued -= each.waits
-            each.waits = False
-            if each.has_place:
-                each.has_place = False
-                self._places.release()
+    def _dequeue(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            self._num_queued -= state.is_queued
+            state.is_queued = False
+            if state.has_queue_slot:
+                state.has_queue_slot = False
+                self._queue_slots.release()
 
-    def _fail(self, asked: Iterable[RequestState], error: Exception) -> None:
-        for each in asked:
-            if not each.done():
-                self._leave_queue([each])
-                each.set_exception(error)
+    def _fail(self, states: Iterable[RequestState], error: Exception) -> None:
+        for state in states:
+            if not state.done():
+                self._dequeue([state])
+                state.set_exception(error)
 
     def _break(self, error: BaseException) -> None:
         reason = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
-        self.serving.broken = self.serving.broken or reason
+        self.serving.failure = self.serving.failure or reason
         self._fail_all(error)
 
     def _fail_all(self, cause: BaseException | None = None) -> None:
-        for each in [
+        for state in [
             *self._running.values(),
-            *(each for _, _, batch in self._queue for each in batch),
+            *(state for _, _, batch in self._queue for state in batch),
         ]:
             error = RuntimeError(self.serving.refusal())
             error.__cause__ = cause
-            self._fail([each], error)
+            self._fail([state], error)
         self._running.clear()
         self._queue.clear()
-        self._runs_alone = False
+        self._is_exclusive = False
 
-    def _state(self, each: RequestState) -> Any:
+    def _output_state(self, state: RequestState) -> Any:
         """Return vLLM's state of a running request (`InsideVllm.state`)."""
-        assert each.name is not None, "vLLM has it"
-        return self._inside.state(each.name)
+        assert state.vllm_id is not None, "the request is not in vLLM"
+        return self._inside.state(state.vllm_id)
 
-    def _count_preemptions(self, each: RequestState) -> None:
-        self._preemptions += each.scheduled.num_preemptions - each.num_preemptions
-        each.num_preemptions = each.scheduled.num_preemptions
+    def _count_preemptions(self, state: RequestState) -> None:
+        self._preemptions += state.scheduled.num_preemptions - state.num_preemptions
+        state.num_preemptions = state.scheduled.num_preemptions
 
-    def _look(self) -> None:
+    def _update_load(self) -> None:
         """Update `load`.
 
         An update visits every running request. While requests run, it is therefore made at most
-        every `LOOK_EVERY_S` seconds.
+        every `LOAD_UPDATE_EVERY_S` seconds.
         """
         kv_cache = self._inside.kv_cache_use
         self._meter.note(queued=self._num_queued, running=len(self._running), kv_cache=kv_cache)
         now = time.monotonic()
-        if self._running and now < self._looked_at + LOOK_EVERY_S:
+        if self._running and now < self._load_updated_at + LOAD_UPDATE_EVERY_S:
             return
-        self._looked_at = now
+        self._load_updated_at = now
         tokens = self._tokens
-        for each in self._running.values():
-            tokens += each.scheduled.num_output_tokens
-            self._count_preemptions(each)
-        rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
-        if self._busy_s - begin_s >= RATE_OVER_S:
-            rate = (tokens - begin_tokens) / (self._busy_s - begin_s)
-            self._rate_from = self._busy_s, tokens
+        for state in self._running.values():
+            tokens += state.scheduled.num_output_tokens
+            self._count_preemptions(state)
+        tokens_per_s, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_window_start
+        if self._busy_s - begin_s >= RATE_WINDOW_S:
+            tokens_per_s = (tokens - begin_tokens) / (self._busy_s - begin_s)
+            self._rate_window_start = self._busy_s, tokens
         drafted, accepted = self._inside.drafts
         self.load = Load(
             queued=self._num_queued,
@@ -623,5 +626,5 @@ class VllmLoop:
             steps=self._steps,
             busy_s=self._busy_s,
             tokens=tokens,
-            tokens_per_s=rate,
+            tokens_per_s=tokens_per_s,
         )

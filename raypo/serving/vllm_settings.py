@@ -204,9 +204,7 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleeps
     arguments |= image_arguments(max_images)
-    if section.quantization:
-        arguments["quantization"] = "fp8_per_channel" if device == "cpu" else "fp8_per_block"
-    arguments |= speculation_arguments(section.speculation)
+    arguments |= precision_arguments(section, device) | speculation_arguments(section.speculation)
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
     # The plan assumes the same number.
@@ -217,8 +215,8 @@ def engine_arguments(
             arguments["gpu_memory_utilization"] = UNMEASURED
     elif device == "cpu":
         shapes = map(ModelShape.read, filter(None, (model, section.speculation.model)))
-        size = section.tensor_parallel
-        a_token = sum(shape.kv_bytes_per_token(dtype, tensor_parallel=size) for shape in shapes)
+        size, kv_dtype = section.tensor_parallel, section.kv_dtype(dtype)
+        a_token = sum(shape.kv_bytes_per_token(kv_dtype, tensor_parallel=size) for shape in shapes)
         arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
     arguments |= section.extra
     if probes:
@@ -231,6 +229,16 @@ def engine_arguments(
         arguments["enforce_eager"] = True
     elif whole_batches and takes_graphs and not section.extra.keys() & CHOOSES_GRAPHS:
         arguments["compilation_config"] = few_graphs(arguments["max_num_seqs"])
+    return arguments
+
+
+def precision_arguments(section: EngineSection, device: str) -> dict[str, Any]:
+    """Return vLLM's arguments for 8-bit weights and keys, none if both are off."""
+    arguments: dict[str, Any] = {}
+    if section.quantization:
+        arguments["quantization"] = "fp8_per_channel" if device == "cpu" else "fp8_per_block"
+    if section.kv_cache_dtype:
+        arguments["kv_cache_dtype"] = section.kv_cache_dtype
     return arguments
 
 

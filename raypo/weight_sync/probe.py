@@ -43,10 +43,10 @@ class Bound:
 
 def probe_bound(dtype: str, *, on_gpu: bool, quantized: bool = False) -> Bound:
     """Return the largest allowed gap. If the weights differ, the gap is 0.7 nats or more."""
-    # FP8 has 3 bits of mantissa: the measured mean gap was 0.10 with a random model of
-    # hidden size 64, and 0.01 without FP8.
+    # FP8 has 3 bits of mantissa: the measured mean gap of SmolLM2-135M was 0.23 with weights, 0.17
+    # with keys and 0.29 with both in FP8, and 0.05 without.
     if quantized:
-        return Bound("mean", 0.35)
+        return Bound("mean", 0.5)
     # bfloat16 has 7 bits of mantissa, and engine and learner round in different places. The
     # measured mean gap was 0.07.
     if dtype == "bfloat16":
@@ -77,7 +77,7 @@ class Probe:
     adapter: str | None = None
     """Name of the adapter to sample with. None means the engines' own weights."""
     quantized: bool = False
-    """True if the engines' weights are quantised."""
+    """True if the engines' weights, or their keys and values, are quantised."""
     joins: bool = False
     """True if the probe joins the engines' running batches. False makes it an exclusive batch."""
 
@@ -99,7 +99,7 @@ class Probe:
             dtype=config.model.dtype,
             seed=config.seed,
             adapter=adapter,
-            quantized=config.rollout.engine.quantization is not None,
+            quantized=config.rollout.engine.low_precision is not None,
             joins=joins,
         )
 

@@ -67,9 +67,9 @@ def sample(model: str, kind: str, draft: str | None) -> None:
             SamplingRequest(prompts[i % len(prompts)], TOKENS, temperature=0.7, seed=i)
             for i in range(int(line))
         ]
-        before, begin = engine.stretch()[0], time.perf_counter()
+        before, begin = engine.load_summary()[0], time.perf_counter()
         completions = generate(engine, requests)
-        seconds, after = time.perf_counter() - begin, engine.stretch()[0]
+        seconds, after = time.perf_counter() - begin, engine.load_summary()[0]
         drafted = after.drafted - before.drafted
         accepted = after.accepted - before.accepted
         tokens = sum(len(completion.token_ids) for completion in completions)

@@ -93,17 +93,17 @@ class Twin:
         self.results.append((name, reason, [*tokens], [*log_probs]))
 
     def push(self, in_flight: str) -> None:
-        self.inside.settle(self.step)
+        self.inside.drain_steps(self.step)
         if in_flight == "restart":
             for name in [*self.running]:
                 self.abort(name)
         if in_flight != "keep":
-            assert self.inside.forget_keys(of_running=bool(self.running))
+            assert self.inside.reset_kv_cache(include_running=bool(self.running))
 
     def sleep(self) -> None:
         for name in [*self.running]:
             self.abort(name)
-        assert self.inside.forget_keys() or self.inside.step() == []
+        assert self.inside.reset_kv_cache() or self.inside.step() == []
 
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on."""
@@ -217,7 +217,7 @@ def random_calls(chance: random.Random, running: Mapping[str, Any]) -> Iterator[
         elif number < 0.2:
             yield partial(Twin.abort, name=chance.choice([*running]))
         elif number < 0.21:  # vLLM itself may reset the cache between a step and its outputs
-            yield lambda twin: twin.inside.forget_keys(of_running=True)
+            yield lambda twin: twin.inside.reset_kv_cache(include_running=True)
         elif number < 0.212:
             yield Twin.sleep
         else:

@@ -73,7 +73,7 @@ def test_log_probs_are_those_of_the_pushed_policy(model: Path, engine: Engine):
             for parameter in policy.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         pushed(engine, policy, version)
-        before = engine.stretch()[0]
+        before = engine.load_summary()[0]
         completions = generate(engine, requests(16, 40))
         long = [c for c in completions if len(c.token_ids) == 40]
         assert len(long) > 8
@@ -82,7 +82,7 @@ def test_log_probs_are_those_of_the_pushed_policy(model: Path, engine: Engine):
         torch.testing.assert_close(
             torch.stack([torch.from_numpy(c.log_probs) for c in long]), own, atol=1e-4, rtol=0
         )
-        after = engine.stretch()[0]
+        after = engine.load_summary()[0]
         assert 0 < after.accepted - before.accepted < after.drafted - before.drafted
 
 

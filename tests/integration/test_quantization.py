@@ -1,4 +1,4 @@
-"""FP8 engines: every push is quantised anew, and a push of other weights is found."""
+"""FP8 engines and caches: every push is quantised anew, and a push of other weights is found."""
 
 from __future__ import annotations
 
@@ -53,9 +53,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_policy(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Engine:
-    section = EngineSection(quantization="fp8")
+@pytest.fixture(scope="module", params=["weights", "cache", "both"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+    section = EngineSection(
+        quantization=None if request.param == "cache" else "fp8",
+        kv_cache_dtype=None if request.param == "weights" else "fp8",
+    )
     return Engine(str(model), section=section, dtype="bfloat16", max_model_len=128, num_threads=1)
 
 

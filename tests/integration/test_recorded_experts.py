@@ -134,11 +134,11 @@ def test_chunks_of_prompts_and_preempted_requests_keep_their_experts(
     # Chunks need requests without a seed on CPU.
     asked = [ask((LONG + 7 * n) % 90 + 3, 90, None) for n in range(4)]
     asked = [replace(each, prompt_ids=each.prompt_ids[: 90 + n]) for n, each in enumerate(asked)]
-    before = pair.engine.stretch()[0].preemptions
+    before = pair.engine.load_summary()[0].preemptions
     for request, completion in zip(asked, generate(pair.engine, asked), strict=True):
         assert len(completion.token_ids) == 90
         assert difference(pair, request, completion) <= DIFFERENT
-    assert pair.engine.stretch()[0].preemptions > before
+    assert pair.engine.load_summary()[0].preemptions > before
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])

@@ -15,6 +15,7 @@ def test_a_run_trains_on_what_an_fp8_engine_sampled(tmp_path: Path):
         "num_steps": 3,
         "model.dtype": "bfloat16",
         "rollout.engine.quantization": "fp8",
+        "rollout.engine.kv_cache_dtype": "fp8",
         "ppo.correction.kind": "tis",
         "learner.policy_lr": 1e-2,
     }

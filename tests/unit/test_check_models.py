@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_model, check_models, check_rotations
+from raypo.checks.model_checks import check_kernels, check_model, check_models, check_rotations
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.examples import load_examples, load_pairs
@@ -328,6 +328,22 @@ def test_quantised_weights_are_not_trained(here: Path):
     told = refusal(config_of("ppo"))
     assert told.startswith("model.policy (policy): its weights are quantised (fp8), but gradients")
     check_model("model.reference", "policy")
+
+
+@pytest.mark.parametrize("head_dim", [32, 48])
+def test_heads_that_an_8_bit_cache_cannot_hold_on_cpus_are_refused(here: Path, head_dim: int):
+    with_values(here / "policy", head_dim=head_dim)
+    config = config_of(
+        "ppo",
+        model={"dtype": "bfloat16"},
+        rollout={"engine": {"kv_cache_dtype": "fp8"}},
+        ppo={"correction": {"kind": "tis"}},
+    )
+    if head_dim % 32 == 0:
+        check_kernels(config)
+        return
+    with pytest.raises(ConfigError, match=r"of model\.policy .* have 48"):
+        check_kernels(config)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])

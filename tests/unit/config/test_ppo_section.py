@@ -113,6 +113,14 @@ def test_the_choices_are_those_that_the_mathematics_has():
             "rollout.engine.quantization (fp8): vLLM quantises bfloat16 weights",
         ),
         (
+            {"rollout__engine__kv_cache_dtype": "fp8", "model__dtype": "bfloat16"},
+            "rollout.engine.kv_cache_dtype (fp8): engine and learner then give other",
+        ),
+        (
+            {"rollout__engine__kv_cache_dtype": "fp8", "ppo__correction__kind": "tis"},
+            "rollout.engine.kv_cache_dtype (fp8): vLLM quantises bfloat16 weights",
+        ),
+        (
             {"rollout__engine__speculation": {"kind": "model"}},
             "rollout.engine.speculation.model (None): ",
         ),

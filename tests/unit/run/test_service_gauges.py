@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from raypo.run.service_gauges import EnginesLoad
-from raypo.serving.requests import Load, Stretch
+from raypo.serving.requests import Load, LoadSummary
 
 
-def told(stretch: Stretch | None = None, **load: Any) -> tuple[Load, Stretch]:
-    return Load(**load), stretch or Stretch()
+def told(summary: LoadSummary | None = None, **load: Any) -> tuple[Load, LoadSummary]:
+    return Load(**load), summary or LoadSummary()
 
 
 def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.MonkeyPatch):
@@ -20,8 +20,8 @@ def test_engines_were_idle_for_what_they_did_not_step(monkeypatch: pytest.Monkey
     first = looks.metrics({"a": told(busy_s=5.0, preemptions=1), "b": told(busy_s=7.0)})
     second = looks.metrics(
         {
-            "a": told(Stretch(1.5, 2.0, 0.0, 0.0, 0.25, 0.5), busy_s=13.0, preemptions=3),
-            "b": told(Stretch(0.0, 0.0, 3.0, 4.0, 0.5, 0.75), busy_s=9.0),
+            "a": told(LoadSummary(1.5, 2.0, 0.0, 0.0, 0.25, 0.5), busy_s=13.0, preemptions=3),
+            "b": told(LoadSummary(0.0, 0.0, 3.0, 4.0, 0.5, 0.75), busy_s=9.0),
         }
     )
     started_again = looks.metrics({"a": told(busy_s=1.0), "b": told(busy_s=9.0)})

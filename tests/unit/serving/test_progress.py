@@ -3,7 +3,7 @@
 import pytest
 
 from raypo.serving.progress import Meter, Progress
-from raypo.serving.requests import Stretch
+from raypo.serving.requests import LoadSummary
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ def test_means_are_over_the_time_and_peaks_of_it_since_they_were_last_taken(cloc
     clock[0] += 6.0
     meter.note(queued=0, running=3, kv_cache=0.25)
     clock[0] += 2.0
-    assert meter.take() == Stretch(2.4, 4, 1.2, 3, 0.35, 0.5)
+    assert meter.take() == LoadSummary(2.4, 4, 1.2, 3, 0.35, 0.5)
     clock[0] += 5.0
-    assert meter.take() == Stretch(0.0, 0, 3.0, 3, 0.25, 0.25)
-    assert meter.take() == Stretch(0.0, 0, 3.0, 3, 0.25, 0.25), "of no time: as it is now"
+    assert meter.take() == LoadSummary(0.0, 0, 3.0, 3, 0.25, 0.25)
+    assert meter.take() == LoadSummary(0.0, 0, 3.0, 3, 0.25, 0.25), "of no time: as it is now"
 
 
 def test_idle_times_are_told_once_and_short_ones_never(clock: list[float]):

@@ -21,7 +21,7 @@ import pytest
 
 from raypo.deployment import gauges
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.serving.vllm_loop import Serving, VllmLoop
+from raypo.serving.vllm_loop import EngineState, VllmLoop
 from raypo.serving.vllm_requests import completion_of
 from tests.stand_in_vllm import Pause, StandIn, in_place_of_vllm
 from tests.stand_ins import versions_of
@@ -38,7 +38,7 @@ def no_vllm() -> Iterator[None]:
 
 @pytest.fixture
 def loop() -> Iterator[VllmLoop]:
-    started = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    started = VllmLoop(StandIn, EngineState(version=1), max_waiting=8)
     yield started
     started.close()
 
@@ -58,13 +58,13 @@ def push(loop: VllmLoop, version: int) -> None:
     """As an engine does, in several calls."""
 
     def begin() -> None:
-        loop.settle()
+        loop.drain_steps()
         loop.serving.version = None
 
     def finish() -> None:
-        assert loop.forget_keys()
+        assert loop.reset_kv_cache()
         loop.serving.version = version
-        loop.note_version(None, version)
+        loop.record_version(None, version)
 
     loop.call(begin)
     loop.call(finish)
@@ -113,7 +113,7 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
 
 def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_or_wait() -> None:
     """Two places and four requests of one call: no one's second start waits for the others."""
-    loop = VllmLoop(partial(StandIn, max_num_seqs=2), Serving(version=1), max_waiting=8)
+    loop = VllmLoop(partial(StandIn, max_num_seqs=2), EngineState(version=1), max_waiting=8)
     asked = loop.submit([ask(n) for n in (10**9, 10**9, 3, 3)], alone=False)
     until(lambda: loop.call(lambda: len(loop._running)) == 2)
     loop.call(lambda: setattr(loop.serving, "paused", "restart"))
@@ -121,7 +121,7 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
     push(loop, 2)
     pause(loop, None)
     until(lambda: loop.call(lambda: len(loop._running)) == 2)
-    assert [each.name is not None for each in asked] == [True, True, False, False]
+    assert [each.vllm_id is not None for each in asked] == [True, True, False, False]
     asked[0].cancel()
     until(lambda: all(each.done() for each in asked[2:]))
     assert not asked[1].done()
@@ -134,19 +134,21 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
 
 
 def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken() -> None:
-    loop = VllmLoop(partial(StandIn, max_num_seqs=4), Serving(version=1), max_waiting=1, probes=2)
+    loop = VllmLoop(
+        partial(StandIn, max_num_seqs=4), EngineState(version=1), max_waiting=1, probes=2
+    )
     asked = loop.submit([ask(10**9)] * 3, alone=False)
     until(lambda: loop.call(lambda: len(loop._running)) == 2)
     for _ in range(2):
         probes = loop.submit([ask(4, priority=-1)] * 3, alone=False)
         for each in probes:
             assert each.result(SOON_S).finish_reason == "length"
-    assert [each.name is not None for each in asked] == [True, True, False]
+    assert [each.vllm_id is not None for each in asked] == [True, True, False]
     loop.close()
 
 
 def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
-    loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    loop = VllmLoop(StandIn, EngineState(version=1), max_waiting=8)
     (late,) = loop.submit([ask(10**9, timeout_s=1.5)], alone=False)
     until(lambda: loop.call(lambda: bool(loop._running)))
     loop.call(loop.restart_running)
@@ -157,7 +159,7 @@ def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> Non
 
 def test_preemptions_are_those_that_vllm_makes_for_want_of_room() -> None:
     """Neither those of a push, nor without those of requests that end between two looks."""
-    loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
+    loop = VllmLoop(StandIn, EngineState(version=1), max_waiting=8)
     (first,) = loop.submit([ask(10**9)], alone=False)
     until(lambda: loop.call(lambda: bool(loop._running)))
     loop.call(loop.llm.preempt_all)
@@ -204,20 +206,20 @@ def test_a_step_that_hangs_is_seen_and_one_that_waits_for_work_is_not(loop: Vllm
 
 
 def test_the_load_of_a_stretch_is_that_since_the_one_before(loop: VllmLoop) -> None:
-    loop.stretch()
+    loop.load_summary()
     pause(loop, "keep")
     asked = loop.submit([ask(5)] * 5, alone=False)
     until(lambda: loop.load.queued == 5)
     pause(loop, None)
     for each in asked:
         each.result(SOON_S)
-    busy = loop.stretch()
+    busy = loop.load_summary()
     assert (busy.queued_max, busy.running_max) == (5, 3)
     assert 0.0 < busy.queued_mean <= 5
     time.sleep(0.1)
     (asked,) = loop.submit([ask(1)], alone=False)
     asked.result(SOON_S)
-    begin, end = loop.stretch().idle[-1]
+    begin, end = loop.load_summary().idle[-1]
     assert 0.1 <= end - begin < SOON_S
 
 
@@ -275,19 +277,19 @@ def test_a_failure_to_take_requests_in_is_told_to_them_and_to_those_behind(
     for each in asked:
         with pytest.raises(RuntimeError, match="ValueError: a prompt that vLLM does not like"):
             each.result(timeout=SOON_S)
-    assert loop.serving.broken is not None
+    assert loop.serving.failure is not None
 
 
 def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> None:
     """With asynchronous scheduling a step is under way when its weights are to be replaced."""
-    loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
+    loop = VllmLoop(lambda: StandIn(ahead=True), EngineState(version=1), max_waiting=8)
     (asked,) = loop.submit([ask(10**9)], alone=False)
 
     def num_tokens() -> int:
         return sum(each.num_output_tokens for each in loop.llm.requests.values())
 
     until(lambda: loop.call(num_tokens) > 3)
-    before = loop.call(lambda: (num_tokens(), loop.settle(), num_tokens()))
+    before = loop.call(lambda: (num_tokens(), loop.drain_steps(), num_tokens()))
     assert before[2] == before[0] + 1, "the step that was under way"
     push(loop, 2)
     assert loop.llm.pause is Pause.UNPAUSED
@@ -301,7 +303,7 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
 
 
 def test_vllm_is_unpaused_where_settling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = VllmLoop(lambda: StandIn(ahead=True), Serving(version=1), max_waiting=8)
+    loop = VllmLoop(lambda: StandIn(ahead=True), EngineState(version=1), max_waiting=8)
 
     def fail() -> None:
         raise ValueError("wrong")
@@ -309,7 +311,7 @@ def test_vllm_is_unpaused_where_settling_fails(monkeypatch: pytest.MonkeyPatch) 
     def settle() -> None:
         with monkeypatch.context() as wrong:
             wrong.setattr(loop.progress, "step", fail)
-            loop.settle()
+            loop.drain_steps()
 
     (asked,) = loop.submit([ask(10**9)], alone=False)
     until(lambda: loop.call(lambda: bool(loop.llm.core.batch_queue)))
@@ -335,16 +337,16 @@ def test_no_call_is_overlooked_that_comes_while_others_are_taken(loop: VllmLoop)
     for number in range(50):
         call = partial(loop.call, lambda number=number: answers.append(number))
         caller = threading.Thread(target=call, daemon=True)
-        with loop._door:
+        with loop._wakeup:
             caller.start()
             time.sleep(0.001)  # it stands at the door, and so will the thread, with news
-            loop._hand_in(loop._news, lambda: None)
+            loop._post(loop._inbox, lambda: None)
         caller.join(SOON_S)
         assert answers[-1:] == [number]
 
 
 def test_whoever_waits_for_a_place_is_told_of_the_end() -> None:
-    loop = VllmLoop(StandIn, Serving(version=1, paused="keep"), max_waiting=2)
+    loop = VllmLoop(StandIn, EngineState(version=1, paused="keep"), max_waiting=2)
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(loop.submit, [ask(1)] * 3, alone=False) for _ in range(3)]
         time.sleep(0.05)
@@ -362,7 +364,7 @@ def test_a_start_that_fails_is_told() -> None:
         raise OSError("no memory")
 
     with pytest.raises(OSError, match="no memory"):
-        VllmLoop(fail, Serving(), max_waiting=1)
+        VllmLoop(fail, EngineState(), max_waiting=1)
 
 
 @pytest.mark.parametrize(
