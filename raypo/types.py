@@ -190,6 +190,8 @@ class Example:
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     mask: np.ndarray | None = None  # bool [T]; None means True everywhere
     """True on the tokens to learn, if the response has several turns of a conversation."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -213,6 +215,8 @@ class Pair:
     """Margin by which the chosen response is better, in units of the score."""
     ref_log_probs: tuple[float, float] | None = None
     """Log-probs of the chosen and the rejected response under the reference, summed over tokens."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -230,6 +234,8 @@ class Verdict:
     other_ids: np.ndarray  # int32 [T'], a response to another prompt, to estimate the KL
     ref_log_probs: tuple[float, float] | None = None
     """Log-probs of `response_ids` and `other_ids` under the reference, summed over tokens."""
+    images: Images | None = None
+    """Images of the prompt."""
 
     @property
     def num_tokens(self) -> int:

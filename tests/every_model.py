@@ -39,9 +39,11 @@ from raypo.models.checkpoint import network_class
 from raypo.models.loading import (
     check_classifier,
     check_trainable,
+    language_class,
     load_causal_lm,
     load_reward_model,
 )
+from raypo.models.model_files import VISION
 from raypo.types import Example, Pair
 
 CAUSAL, CLASSIFIER, MULTIMODAL = "causal", "classifier", "multimodal"
@@ -281,7 +283,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         ConfigError: raypo refuses the architecture.
         AssertionError: raypo and transformers differ.
     """
-    if kind == MULTIMODAL and architecture not in NAMES[CAUSAL]:
+    if kind == MULTIMODAL and architecture not in (*NAMES[CAUSAL], *VISION):
         try:
             network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
         except ConfigError:
@@ -297,7 +299,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
     with patch.object(export, "SHARD_BYTES", 20_000):  # many files, and tensors larger than two
         learner.model_export(NoTokenizer()).save(folder / "out", Workers())
     # Of some multimodal models, the causal language model is only a part.
-    own = AutoModelForCausalLM if kind == MULTIMODAL else KINDS[kind]
+    own = language_class(str(folder / "out")) if kind == MULTIMODAL else KINDS[kind]
     exported: Any = own.from_pretrained(folder / "out").eval()
     after = outputs(exported)
     assert not torch.equal(after, built), "the step changed nothing"

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     Idefics3Config,
@@ -55,13 +56,13 @@ SQUARES: dict[str, Any] = {
     "patch_size": PATCH,
     "initializer_range": 0.3,
 }
-IDS = {
+IDS: dict[str, Any] = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+ROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 CONFIGS: dict[str, Any] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": dict(ROPE)},
@@ -121,7 +122,7 @@ def made_up_images(kind: str, *sizes: tuple[int, int], seed: int = 0) -> Images:
         "idef": (1, len(sizes), CHANNELS, SIDE, SIDE),
     }
     pixels = np.random.default_rng(seed).normal(size=shapes[kind[:4]]).astype(np.float32)
-    inputs = {"pixel_values": pixels}
+    inputs: dict[str, np.ndarray] = {"pixel_values": pixels}
     if kind.startswith("qwen"):
         inputs["image_grid_thw"] = grid
     elif not kind.startswith("llav"):  # below, an image has padding
@@ -149,3 +150,56 @@ def prompt_of(kind: str, images: Images | None, *text: int) -> np.ndarray:
             ids += [START, *[IMAGE] * int(counts[place]), END]
         ids.append(token)
     return np.array(ids, np.int64)
+
+
+Row = tuple[Images | None, list[int], list[int]]
+"""Images of a prompt, its text, and a response."""
+
+
+def all_rows(kind: str) -> list[Row]:
+    """Return rows with one, two and no images; `one` and `other` have equal token ids."""
+    one, other = (made_up_images(kind, (2, 3), seed=seed) for seed in (0, 2))
+    two = made_up_images(kind, (1, 2), (3, 2), seed=1)
+    return [
+        (one, [9, 10, 11], [15, 16, 17]),
+        (one, [9, 10, 11], [18]),
+        (None, [9, 10], [19, 20]),
+        (two, [12, 13, 14], [21, 22, 23, 24]),
+        (other, [9, 10, 11], [15, 16]),
+        (two, [12, 13, 14], [25, 26]),
+        (None, [20, 21, 22], [27]),
+        (one, [30], [28, 29]),
+    ]
+
+
+def rows(kind: str, *which: int) -> dict[str, Any]:
+    """Return the arguments of `pack` for some rows of `all_rows`, or without numbers for all."""
+    of_kind = all_rows(kind)
+    of_rows = [of_kind[row] for row in which] or of_kind
+    return {
+        "prompts": [prompt_of(kind, images, *text) for images, text, _ in of_rows],
+        "responses": [np.array(response) for *_, response in of_rows],
+        "images": [images for images, *_ in of_rows],
+    }
+
+
+def of_transformers(model: Any, prompt: np.ndarray, response: np.ndarray, images: Any) -> Any:
+    """Return what a model's own forward gives for one row, without packing."""
+    ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+    inputs: dict[str, Tensor] = {}
+    if images is not None:
+        inputs = {name: torch.from_numpy(values) for name, values in images.inputs.items()}
+        if hasattr(model.base_model, "get_rope_index"):
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    return model(input_ids=ids, **inputs)
+
+
+def separate_log_probs(model: Any, *, temperature: float = 1.0, **rows: list[Any]) -> Tensor:
+    """Return the log-probs of all response tokens, [M], by transformers alone."""
+    log_probs = []
+    for prompt, response, images in zip(*rows.values(), strict=True):
+        logits = of_transformers(model, prompt, response, images).logits[0, len(prompt) - 1 : -1]
+        logits = logits.index_fill(1, torch.tensor([IMAGE]), -torch.inf)  # cannot be sampled
+        ids = torch.from_numpy(response)[:, None]
+        log_probs.append((logits / temperature).log_softmax(-1).gather(-1, ids)[:, 0])
+    return torch.cat(log_probs)

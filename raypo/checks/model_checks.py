@@ -20,6 +20,7 @@ from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import (
     REPLAYED,
     ROUTED,
+    VISION,
     cached_folder,
     looks_like_hub_id,
     max_positions,
@@ -256,11 +257,12 @@ def check_models(config: AnyConfig) -> None:
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
         checkpoint.check_weights(key, path, kind, new_head=is_reward_model)
     check_rotations(config, on_hub=True)
+    if getattr(config.data, "image_key", None) is not None:
+        check_images(config)
     _check_routers(config)
     _check_router_replay(config)
     loading.check_tokens(model.policy)
-    if config.data.chat_template_kwargs:
-        _check_template_kwargs(config)
+    _check_template_kwargs(config)
     for key, path in models_of(config):
         if key != "model.policy":
             _check_tokenizer(config, key, path)
@@ -269,6 +271,64 @@ def check_models(config: AnyConfig) -> None:
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def check_images(config: AnyConfig) -> None:
+    """Refuse a run whose prompts have images, if one of its models could not read them.
+
+    Raises:
+        ConfigError: a model that reads the prompts' token ids has no vision tower that raypo reads
+            images with, or the learner could not pass images.
+    """
+    from raypo.models.checkpoint import read_config
+
+    model, learner = config.model, config.learner
+    for key, path in models_of(config):
+        kind = read_config(path, key=key).model_type
+        reads_text = key == "model.reward" or isinstance(config, RewardModelConfig)
+        reads_text = reads_text or isinstance(config, DistillationConfig)
+        if key == JUDGE or (kind in VISION and not reads_text):
+            continue
+        why = "as a classifier or a teacher" if reads_text else f"of the architecture {kind}"
+        raise ConfigError(
+            f"{key} ({path}): the prompts have images, but raypo reads no images with a model "
+            f"{why}. Give a policy, reference and critic of {', '.join(VISION)}, or prompts "
+            "without images."
+        )
+    if model.attention != "auto":
+        raise ConfigError(
+            f"model.attention ({model.attention}): images are read in packed rows only. Set it to "
+            "auto."
+        )
+    if "vision" not in model.freeze and learner.total_workers > 1:
+        raise ConfigError(
+            f"model.freeze ({list(model.freeze)}): a vision tower is trained by one learner worker "
+            f"only, because a worker may have no images, but there are {learner.total_workers} "
+            "workers. Set it to [vision]."
+        )
+    if isinstance(config, OnlineConfig):
+        _check_rollouts_with_images(config)
+
+
+def _check_rollouts_with_images(config: OnlineConfig) -> None:
+    """Refuse settings of rollouts that images do not reach."""
+    rollout, frozen = config.rollout, config.placement.frozen
+    if rollout.engine.speculation.kind != "none":
+        raise ConfigError(
+            f"rollout.engine.speculation.kind ({rollout.engine.speculation.kind}): while vLLM "
+            "speculates, it cannot exclude the placeholders of images. Set it to none."
+        )
+    if rollout.is_episodic:
+        name = "environment" if rollout.environment else "agent"
+        raise ConfigError(
+            f"rollout.{name} ({getattr(rollout, name)}): episodes get no images, but "
+            f"data.image_key is {config.data.image_key}. Remove one of the two."
+        )
+    if getattr(config.model, "reference", None) and frozen.reference.backend != "torch":
+        raise ConfigError(
+            f"placement.frozen.reference.backend ({frozen.reference.backend}): the reference gets "
+            "no images there. Set it to torch."
+        )
 
 
 def _check_routers(config: AnyConfig) -> None:
@@ -309,6 +369,8 @@ def _check_template_kwargs(config: AnyConfig) -> None:
     from raypo.models.loading import load_tokenizer
 
     variables = config.data.chat_template_kwargs
+    if not variables:
+        return
     try:
         check_variables(load_tokenizer(config.model.policy), variables)
     except MessageError as error:

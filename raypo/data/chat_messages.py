@@ -147,7 +147,8 @@ def _text(where: str, content: Any, *, may_lack: bool) -> str:
         wrong = next((str(kind) for kind in kinds if kind != "text"), "text without a text")
         raise MessageError(
             f"{where}.content: has a part of type {wrong}, but only text parts are supported "
-            'here. A part is {"type": "text", "text": TEXT}'
+            "here (data.image_key adds images to prompts). A part is "
+            '{"type": "text", "text": TEXT}'
         )
     kind = "null" if content is None else type(content).__name__
     raise MessageError(f"{where}.content: must be a text, but this is {kind}. Write it as a text")

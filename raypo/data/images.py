@@ -68,7 +68,9 @@ def with_images(
             more than `data.max_images`.
     """
     column, name = section.image_key, section.prompt_key
-    values = _image_list(row.values[column]) if column else []
+    if column is None:
+        return row
+    values = _image_list(row.values[column]) if column != name else []
     if not values and not parts:
         return row
     where = f"data.image_key ({column}): {row.where}"
@@ -100,8 +102,7 @@ def with_images(
     # Files stand in `images` alone. Rollouts carry the other columns to rewards and files.
     shown = [each if isinstance(each, str) else f"{len(each)} bytes" for each in sources]
     return row._replace(
-        values=row.values | {name: messages} | ({column: shown} if column else {}),
-        images=tuple(images),
+        values=row.values | {column: shown} | {name: messages}, images=tuple(images)
     )
 
 

@@ -73,7 +73,8 @@ def prepared_row(
         row = _replaced(row, name, value)
     parts: list[Mapping[str, Any]] = []
     if is_chat(value):
-        row = _replaced(row, name, _chat(row, "data.prompt_key", name, parts))
+        images = parts if section.image_key else None
+        row = _replaced(row, name, _chat(row, "data.prompt_key", name, images))
     elif not isinstance(value, str):
         raise RowError(
             f"data.prompt_key ({name}): {row.where} has {short(value)} there. A prompt must be a "

@@ -94,8 +94,8 @@ class VerdictTask(PolicyTask[Verdict]):
         """
         own, others = _evaluated(
             model,
-            [Example(item.prompt_ids, item.response_ids) for item in items]
-            + [Example(item.prompt_ids, item.other_ids) for item in items],
+            [_example(item, item.response_ids) for item in items]
+            + [_example(item, item.other_ids) for item in items],
             device,
         )[0].chunk(2)
         return list(zip(own.tolist(), others.tolist(), strict=True))
@@ -108,7 +108,7 @@ class VerdictTask(PolicyTask[Verdict]):
         total, count = torch.zeros((), dtype=torch.float64, device=device), 0
         for piece in pieces:
             items = piece or [self.blank]
-            others = [Example(item.prompt_ids, item.other_ids) for item in items]
+            others = [_example(item, item.other_ids) for item in items]
             log_probs, num_tokens = _evaluated(model, others, device)
             references = _references(items, 1, device)
             assert references is not None
@@ -119,7 +119,7 @@ class VerdictTask(PolicyTask[Verdict]):
     def loss(self, model: Any, items: Sequence[Verdict], device: Any) -> tuple[Tensor, Sums]:
         """Return the summed KTO loss, and metrics of desirable and undesirable responses."""
         dpo = self._section
-        examples = [Example(item.prompt_ids, item.response_ids) for item in items]
+        examples = [_example(item, item.response_ids) for item in items]
         log_probs, num_tokens = _evaluated(model, examples, device)
         references = _references(items, 0, device)
         assert references is not None
@@ -150,12 +150,17 @@ class VerdictTask(PolicyTask[Verdict]):
         return losses.sum(), sums
 
 
+def _example(item: Pair | Verdict, response_ids: np.ndarray) -> Example:
+    """Return the prompt of a preference with a response."""
+    return Example(item.prompt_ids, response_ids, images=item.images)
+
+
 def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses, Responses]:
     """Evaluate chosen and rejected responses in one pass, so that they share their prompts."""
     log_probs, num_tokens = _evaluated(
         model,
-        [Example(pair.prompt_ids, pair.chosen_ids) for pair in items]
-        + [Example(pair.prompt_ids, pair.rejected_ids) for pair in items],
+        [_example(pair, pair.chosen_ids) for pair in items]
+        + [_example(pair, pair.rejected_ids) for pair in items],
         device,
     )
     rows = zip(log_probs.chunk(2), num_tokens.chunk(2), (0, 1), strict=True)

@@ -20,6 +20,7 @@ from raypo.learner.tasks import Item, Sums, Task
 from raypo.learner.trained_model import TrainedModel
 from raypo.metrics.reduce import WeightedMeans
 from raypo.models.lora import adapter_off
+from raypo.models.packing import digest_of
 from raypo.types import Experience
 
 T = TypeVar("T")
@@ -181,7 +182,10 @@ class SupervisedLearner(Generic[Item]):
 
         All workers get the same number of microbatches, of which some may be empty.
         """
-        prompts = [item.prompt_ids.tobytes() for item in items]
+        images = [getattr(item, "images", None) for item in items]
+        prompts = [
+            item.prompt_ids.tobytes() + digest_of(images, row) for row, item in enumerate(items)
+        ]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
         budget = self._section.microbatch_tokens

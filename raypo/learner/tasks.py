@@ -137,6 +137,7 @@ def response_batch(items: Sequence[Example]) -> Experience:
         full if item.mask is None else item.mask for item, full in zip(items, lengths, strict=True)
     ]
     mask = pad_right(lengths, torch.bool)
+    images = tuple(item.images for item in items)
     return Experience(
         prompt_ids=pad_left([item.prompt_ids for item in items], torch.int64),
         prompt_mask=pad_left([np.ones(len(item.prompt_ids)) for item in items], torch.bool),
@@ -149,4 +150,5 @@ def response_batch(items: Sequence[Example]) -> Experience:
         minibatch=torch.zeros(count, dtype=torch.int64),
         truncated=torch.zeros(count, dtype=torch.bool),
         weight_version=torch.zeros(count, dtype=torch.int64),
+        images=images if any(images) else None,
     )

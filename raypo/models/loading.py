@@ -57,8 +57,10 @@ def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
         ConfigError: weights are missing, or the model or this machine does not support that
             attention.
     """
-    model = _load(language_class(path), path, dtype, attention)
-    model.get_output_embeddings().placeholder_id = placeholder_id(model.config)
+    model: Any = _load(language_class(path), path, dtype, attention)
+    token = placeholder_id(model.config)
+    if token is not None:
+        model.get_output_embeddings().placeholder_id = token
     with whole_as_it_computes(model):
         has_plain_head(model)  # cache the answer while the weights are gathered
     return model

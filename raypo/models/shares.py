@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
 
@@ -28,6 +29,15 @@ def is_sharded(parameter: Tensor) -> bool:
 def has_shards(model: nn.Module) -> bool:
     """Return True if ZeRO-3 has sharded a parameter of the model."""
     return any(map(is_sharded, model.parameters()))
+
+
+def workers_of_shards(model: nn.Module) -> Workers:
+    """Return the workers that hold a model's shards. A model without shards has one worker."""
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
+    if sharded is None:
+        return Workers()
+    group = sharded.ds_process_group
+    return Workers(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def own_shard(parameter: Tensor) -> Tensor:

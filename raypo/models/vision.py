@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raypo.models.model_files import VISION
 from raypo.models.packing import Packed
+from raypo.models.shares import workers_of_shards
 from raypo.types import Images, to_device
 
 
@@ -60,19 +61,36 @@ def image_inputs(backbone: Any, packed: Packed) -> dict[str, Any]:
         backbone: A Hugging Face model without a head.
         packed: The packed rows.
     """
-    if not any(packed.images):
+    if not parts_outside_decoder(backbone):
         return {}
     device = packed.layout.device
-    of_digest: dict[str, Any] = {}
-    for images in filter(None, packed.images):
-        if images.digest not in of_digest:
-            inputs = {name: to_device(each, device) for name, each in _tensors(images).items()}
-            of_digest[images.digest] = backbone.get_image_features(**inputs, return_dict=True)
+    distinct = {images.digest: images for images in packed.images if images}
+    outputs = []
+    for images in [*distinct.values(), *_read_for_others(backbone, [*distinct.values()])]:
+        inputs = {name: to_device(each, device) for name, each in _tensors(images).items()}
+        outputs.append(backbone.get_image_features(**inputs, return_dict=True))
+    if not distinct:
+        return {}
+    of_digest = dict(zip(distinct, outputs, strict=False))
     features = _joined([of_digest[images.digest] for images in packed.images if images])
     arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": features}}
     if hasattr(backbone, "get_rope_index"):
         arguments["position_ids"] = to_device(_positions(backbone, packed), device)
     return arguments
+
+
+def _read_for_others(backbone: Any, own: list[Images]) -> list[Images]:
+    """Return images to read only because another worker has more of them.
+
+    At ZeRO stage 3 the workers gather the vision tower's weights together, so all of them have to
+    call it equally often. There are none if the model is not in shards.
+    """
+    workers = workers_of_shards(backbone)
+    counts = workers.gather(len(own))
+    some = own
+    if max(counts) and not min(counts):
+        some = [*chain(*workers.gather(own[:1]))]
+    return some[:1] * (max(counts) - len(own))
 
 
 def _tensors(images: Images) -> dict[str, Tensor]:

@@ -94,6 +94,7 @@ def pair_of(best: Rollout, worst: Rollout) -> Pair:
         ref_log_probs=None
         if chosen is None or rejected is None
         else (float(chosen.sum()), float(rejected.sum())),
+        images=best.images,
     )
 
 

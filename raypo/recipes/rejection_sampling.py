@@ -52,7 +52,8 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
             )
         if not section.train:
             return {}, metrics
-        return {key_of(s): Example(s.prompt_ids, s.response_ids) for s in best}, metrics
+        examples = (Example(s.prompt_ids, s.response_ids, images=s.images) for s in best)
+        return dict(zip(map(key_of, best), examples, strict=True)), metrics
 
 
 def best_of(scored: Sequence[Rollout], section: SelectionSection) -> list[Rollout]:

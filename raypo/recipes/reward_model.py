@@ -13,6 +13,7 @@ from raypo.data.examples import load_pairs
 from raypo.learner.tasks import PairTask
 from raypo.models.loading import load_reward_model, stop_token_ids
 from raypo.models.lora import add_adapter
+from raypo.models.vision import freeze
 from raypo.recipes.on_examples import Examples, train_on_examples
 from raypo.run.records import Records
 from raypo.run.run import open_run
@@ -34,6 +35,7 @@ def make_task(config: RewardModelConfig, tokenizer: Any) -> PairTask:
     model = load_reward_model(
         section.policy, dtype=section.dtype, attention=section.attention, new_head=True
     )
+    freeze(model, section.freeze)
     model = add_adapter(model, section.lora)
     # transformers finds the last token of a row by the padding id. If that id also ends responses,
     # it would skip the end of the response.

@@ -72,7 +72,7 @@ def evaluate_model(
             tokenizer,
             key="eval.prompts",
             label_checks=checks,
-            reader=cache(partial(image_reader, config, model)),
+            reader=cache(partial(image_reader, model)),
         )
         for note in loaded.notes("eval.prompts"):
             tell(note)

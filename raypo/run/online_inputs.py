@@ -172,7 +172,7 @@ def load_checked(run: Run[Any], section: Any, tokenizer: Any, *, key: str) -> Lo
     """
     checks = label_checks(run.config, key, has_reward_fn=run.runtime.reward_fn is not None)
     policy = run.config.model.policy
-    reader = cache(partial(image_reader, run.config, policy))
+    reader = cache(partial(image_reader, policy))
     loaded = load_prompts(section, tokenizer, key=key, label_checks=checks, reader=reader)
     for note in loaded.notes(key):
         run.tell.message(note)

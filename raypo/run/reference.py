@@ -16,7 +16,7 @@ from raypo.models.networks import Policy
 from raypo.run.run import Run
 from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.run_files import RunFiles
-from raypo.types import Pair, Verdict
+from raypo.types import Images, Pair, Verdict
 
 REFERENCE = "reference.parquet"
 """Name of the cache file. It holds two log-probs for each preference, and a digest of the
@@ -71,6 +71,8 @@ def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
         for value in vars(item).values():
             if isinstance(value, np.ndarray):
                 digest.update(len(value).to_bytes(8, "little") + value.tobytes())
+            elif isinstance(value, Images):
+                digest.update(value.digest.encode())
     return digest.hexdigest()
 
 

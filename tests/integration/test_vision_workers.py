@@ -10,7 +10,7 @@ from tests.integration.test_workers import assert_agrees_with_one_worker, run_wo
 from tests.vision_models import tiny_vision_model
 
 KIND = "qwen3_vl"
-CASES = [("float32", 0), ("float32", 2)]
+CASES = [("float32", 0), ("float32", 2), ("float32", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
 def test_figures_and_weights_agree_with_one_worker(outcomes: Any, case: tuple[str, int]) -> None:
     """Minibatches of some prompts with images and some without; policy and critic see them."""
     assert_agrees_with_one_worker(outcomes[1][case], outcomes[2][case], *case)
-    resumed = [outcomes[count][case]["second"] for count in (1, 2)]
-    assert_agrees_with_one_worker(*resumed, *case)
+    one, two = (outcomes[count][case]["second"] for count in (1, 2))
+    assert_agrees_with_one_worker(one, two, *case)
 
 
 def test_the_vision_tower_keeps_every_bit(outcomes: Any) -> None:

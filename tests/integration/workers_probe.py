@@ -52,7 +52,7 @@ PPO = PPOSection.model_validate(
 
 
 def with_images(rollouts: list[Rollout], kind: str) -> list[Rollout]:
-    """Give two thirds of the groups images of several sizes, before the text of their prompts."""
+    """Give all samples of a group one prompt, for two thirds of the groups with images."""
     made: dict[int, Images | None] = {}
     for group in {rollout.group_index for rollout in rollouts}:
         sizes = [(1 + group % 2, 2), (2, 1)][: group % 3]
@@ -60,7 +60,7 @@ def with_images(rollouts: list[Rollout], kind: str) -> list[Rollout]:
     return [
         replace(
             rollout,
-            prompt_ids=prompt_of(kind, images, *rollout.prompt_ids % 40 + 8).astype(np.int32),
+            prompt_ids=prompt_of(kind, images, 8 + rollout.group_index, 9).astype(np.int32),
             response_ids=rollout.response_ids % 40 + 8,
             images=images,
         )

@@ -1,6 +1,7 @@
 """Models that a run could not use, refused before Ray starts or a weight is read."""
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,13 @@ from transformers import (
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_kernels, check_model, check_models, check_rotations
+from raypo.checks.model_checks import (
+    check_images,
+    check_kernels,
+    check_model,
+    check_models,
+    check_rotations,
+)
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.examples import load_examples, load_pairs
@@ -39,6 +46,7 @@ from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_experts, tiny_policy
+from tests.vision_models import tiny_vision_model
 
 RECIPES = {
     "ppo": {"reward": {"function": "reward.py:score"}},
@@ -127,6 +135,26 @@ def test_a_loss_for_routers_that_raypo_does_not_know_is_refused(here: Path, reci
     )
     tiny_experts(here / "policy", "olmoe")
     check(config)
+
+
+def test_prompts_with_images_that_a_model_could_not_read_are_refused(here: Path):
+    """Tests of the unit tier make the models with a vision tower on the spot."""
+    config = config_of("ppo")
+    with pytest.raises(ConfigError, match=r"^model.policy \(policy\): .* the architecture llama"):
+        check_images(config)
+    for name in ("policy", "other"):
+        tiny_vision_model("qwen2_5_vl").save_pretrained(here / name)
+    check_images(config)
+    refused = {
+        "model.attention (sdpa)": {"model": {"attention": "sdpa"}},
+        "model.freeze ([])": {"model": {"freeze": []}, "learner": {"num_workers": 2}},
+        "model.reward (reward)": {"model": {"reward": "reward"}},
+    }
+    for key, changes in refused.items():
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
+            check_images(config_of("ppo", **changes))
+    with pytest.raises(ConfigError, match="as a classifier or a teacher"):
+        check_images(config_of("reward_model"))
 
 
 @pytest.mark.parametrize(
@@ -561,7 +589,10 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     Gemma3ForSequenceClassification(config).save_pretrained("composite")
     tokenizer.save_pretrained("composite")
     made = config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False)
-    make_task(made, tokenizer).network.model.save_pretrained("trained")  # type: ignore[arg-type]
+    network: Any = make_task(made, tokenizer).network  # type: ignore[arg-type]
+    trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[1] for name in trained} == {"language_model", "weight"}
+    network.model.save_pretrained("trained")
     model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])

@@ -19,61 +19,16 @@ from raypo.models.lora import load_policy
 from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import Packed, in_whole_blocks, pack
 from raypo.models.token_log_probs import packed_log_probs
-from raypo.types import Example, Images
-from tests.vision_models import CONFIGS, IMAGE, made_up_images, prompt_of, tiny_vision_model
-
-Row = tuple[Images | None, list[int], list[int]]
-"""Images of a prompt, its text, and a response."""
-
-
-def all_rows(kind: str) -> list[Row]:
-    """Return rows with one, two and no images; `one` and `other` have equal token ids."""
-    one, other = (made_up_images(kind, (2, 3), seed=seed) for seed in (0, 2))
-    two = made_up_images(kind, (1, 2), (3, 2), seed=1)
-    return [
-        (one, [9, 10, 11], [15, 16, 17]),
-        (one, [9, 10, 11], [18]),
-        (None, [9, 10], [19, 20]),
-        (two, [12, 13, 14], [21, 22, 23, 24]),
-        (other, [9, 10, 11], [15, 16]),
-        (two, [12, 13, 14], [25, 26]),
-        (None, [20, 21, 22], [27]),
-        (one, [30], [28, 29]),
-    ]
-
-
-def rows(folder: Path, *which: int) -> dict[str, list[Any]]:
-    """Return the arguments of `pack` for some rows of `all_rows`, or without numbers for all."""
-    kind = folder.name
-    of_kind = all_rows(kind)
-    of_rows = [of_kind[row] for row in which] or of_kind
-    return {
-        "prompts": [prompt_of(kind, images, *text) for images, text, _ in of_rows],
-        "responses": [np.array(response) for *_, response in of_rows],
-        "images": [images for images, *_ in of_rows],
-    }
-
-
-def of_transformers(model: Any, prompt: np.ndarray, response: np.ndarray, images: Any) -> Any:
-    """Return what a model's own forward gives for one row, without packing."""
-    ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
-    inputs: dict[str, Tensor] = {}
-    if images is not None:
-        inputs = {name: torch.from_numpy(values) for name, values in images.inputs.items()}
-        if hasattr(model.base_model, "get_rope_index"):
-            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-    return model(input_ids=ids, **inputs)
-
-
-def separate_log_probs(model: Any, **rows: list[Any]) -> Tensor:
-    """Return the log-probs of all response tokens, [M], by transformers alone."""
-    log_probs = []
-    for prompt, response, images in zip(*rows.values(), strict=True):
-        logits = of_transformers(model, prompt, response, images).logits[0, len(prompt) - 1 : -1]
-        logits = logits.index_fill(1, torch.tensor([IMAGE]), -torch.inf)  # cannot be sampled
-        ids = torch.from_numpy(response)[:, None]
-        log_probs.append(logits.log_softmax(-1).gather(-1, ids)[:, 0])
-    return torch.cat(log_probs)
+from raypo.serving.frozen import ReferenceModel
+from raypo.types import Example
+from tests.rollouts import plain_rollout
+from tests.vision_models import (
+    CONFIGS,
+    of_transformers,
+    rows,
+    separate_log_probs,
+    tiny_vision_model,
+)
 
 
 def names_outside_decoder(model: Any) -> set[str]:
@@ -120,9 +75,9 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(folder: Path) -> Non
     """All weights are trained here, the vision tower too."""
     model = policy(folder, freeze=[])
     assert reads_packed(model)
-    expected = separate_log_probs(model, **rows(folder))
+    expected = separate_log_probs(model, **rows(folder.name))
 
-    mine = log_probs(model, pack(**rows(folder)))
+    mine = log_probs(model, pack(**rows(folder.name)))
 
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
     of_mine = gradients(model, mine)
@@ -138,11 +93,11 @@ def test_the_tower_is_frozen_and_reads_the_images_of_a_prompt_once(
     monkeypatch.setattr(packing, "SHARED_SCORES", shared_scores)
     model = policy(folder)
     backbone = model.base_model
-    packed = pack(**rows(folder))
+    packed = pack(**rows(folder.name))
     monkeypatch.setattr(packing, "MAX_PADDING", 100.0)
     in_blocks = in_whole_blocks(packed, block=8)
     assert in_blocks.input_ids.shape[1] > packed.input_ids.shape[1]
-    expected = separate_log_probs(model, **rows(folder))
+    expected = separate_log_probs(model, **rows(folder.name))
 
     with patch.object(backbone, "get_image_features", wraps=backbone.get_image_features) as read:
         mine = log_probs(model, packed)
@@ -160,8 +115,8 @@ def test_the_tower_is_frozen_and_reads_the_images_of_a_prompt_once(
 def test_microbatches_of_any_size_have_the_same_log_probs(folder: Path, cut: list[list[int]]):
     """Also one without images, and one with another image of the same size."""
     model = policy(folder)
-    whole = log_probs(model, pack(**rows(folder)))
-    in_parts = torch.cat([log_probs(model, pack(**rows(folder, *part))) for part in cut])
+    whole = log_probs(model, pack(**rows(folder.name)))
+    in_parts = torch.cat([log_probs(model, pack(**rows(folder.name, *part))) for part in cut])
     torch.testing.assert_close(in_parts, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -171,14 +126,14 @@ def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    expected = separate_log_probs(model, **rows(folder))
+    expected = separate_log_probs(model, **rows(folder.name))
     theirs = gradients(model, expected)
     assert theirs
     assert all("lora_" in name for name in theirs)
     assert not theirs.keys() & names_outside_decoder(model)
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mine = log_probs(model, pack(**rows(folder)))
+    mine = log_probs(model, pack(**rows(folder.name)))
 
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(gradients(model, mine), theirs)
@@ -187,7 +142,7 @@ def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path
 def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
     """Neither does it count in the entropy, nor do other tokens share its probability."""
     model = policy(folder)
-    arguments = rows(folder, 0)
+    arguments = rows(folder.name, 0)
     head = model.get_output_embeddings()
     own, entropy = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
     head.placeholder_id = None
@@ -199,6 +154,22 @@ def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
     assert not torch.equal(entropy, of_free)
 
 
+def test_a_reference_model_sees_the_images(folder: Path) -> None:
+    """Its batches are smaller than all rows, and rows of equal token ids have other images."""
+    reference = ReferenceModel(str(folder), dtype="float32", temperature=0.5, max_batch_tokens=24)
+    arguments = rows(folder.name)
+    rollouts = [
+        plain_rollout(
+            num_response=len(response), prompt_ids=prompt, response_ids=response, images=images
+        )
+        for prompt, response, images in zip(*arguments.values(), strict=True)
+    ]
+    log_probs = np.concatenate(reference.log_probs(rollouts))
+    with torch.no_grad():
+        expected = separate_log_probs(policy(folder), temperature=0.5, **arguments)
+    torch.testing.assert_close(torch.from_numpy(log_probs), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lora", [None, PolicyLoraSection(rank=2)])
 def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) -> None:
     critic, _ = Critic.load(
@@ -208,9 +179,9 @@ def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) 
     batch = response_batch(
         [
             Example(prompt, response)
-            for prompt, response, _ in zip(*rows(folder).values(), strict=True)
+            for prompt, response, _ in zip(*rows(folder.name).values(), strict=True)
         ]
-    ).with_(images=tuple(rows(folder)["images"]))
+    ).with_(images=tuple(rows(folder.name)["images"]))
 
     values = critic(batch, with_last=True)
 
@@ -218,7 +189,7 @@ def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) 
     assert reads_packed(backbone)
     outside = names_outside_decoder(policy(folder))
     expected = []
-    for prompt, response, images in zip(*rows(folder).values(), strict=True):
+    for prompt, response, images in zip(*rows(folder.name).values(), strict=True):
         states = of_transformers(backbone, prompt, response, images).last_hidden_state
         expected.append(critic.value_head(states[0, len(prompt) - 1 :])[:, 0])
     for row, of_row in zip(values, expected, strict=True):
