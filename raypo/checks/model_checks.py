@@ -308,6 +308,16 @@ def check_images(config: AnyConfig) -> None:
         )
     if isinstance(config, OnlineConfig):
         _check_rollouts_with_images(config)
+    for key, value in {
+        "data.messages_key": getattr(config.data, "messages_key", None),
+        "data.desirable_key": getattr(config.data, "desirable_key", None),
+        "dpo.loss": "kto" if getattr(getattr(config, "dpo", None), "loss", None) == "kto" else None,
+    }.items():
+        if value is not None:
+            raise ConfigError(
+                f"{key} ({value}): examples of this form get no images, but data.image_key is "
+                f"{config.data.image_key}. Give prompts with responses, or pairs for another loss."
+            )
 
 
 def _check_rollouts_with_images(config: OnlineConfig) -> None:

@@ -11,9 +11,10 @@ import base64
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -23,11 +24,12 @@ from raypo.config.sources import path_of
 from raypo.data.chat_messages import Message, is_chat
 from raypo.data.rows import Row, RowError, RowImage
 from raypo.storage.folder import open_storage
-from raypo.types import Images, Prompt
+from raypo.types import Images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Item = TypeVar("Item")
 ImageSource = str | bytes
 """Path or URI of an image, or the content of its file."""
 
@@ -37,15 +39,22 @@ MARK = "<image>"
 """Text in a message at which an image of the column stands, as in data sets of verl."""
 
 
-class SlottedPrompt(NamedTuple):
-    """A prompt without its images, with what they are read from."""
+class Slotted(NamedTuple, Generic[Item]):
+    """A prompt or example without its images, with what they are read from."""
 
-    prompt: Prompt
+    item: Item
     sources: tuple[ImageSource, ...]
     slotted_ids: np.ndarray
     """`Images.slotted_ids`."""
+    num_prompt_tokens: int
     where: str
     """Location of the row, for error messages."""
+
+    @classmethod
+    def of(cls, item: Item, row: Row) -> Slotted[Item]:
+        """Return the prompt or example of a tokenised row."""
+        sources = tuple(image.source for image in row.images)
+        return cls(item, sources, row.slotted_ids, len(row.prompt_ids), row.where)
 
 
 def with_images(
@@ -320,25 +329,19 @@ class ImageReader:
             begin = slot + 1
         return np.concatenate([*parts, ids[begin:]]).astype(np.int32)
 
-    def read(self, slotted: SlottedPrompt) -> Prompt:
-        """Return the prompt with its images."""
+    def read(self, slotted: Slotted[Any]) -> Images:
+        """Return the images of a prompt or example."""
         files = tuple(read_file(source, slotted.where) for source in slotted.sources)
         digest = hashlib.sha256()
         for file in files:
             digest.update(hashlib.sha256(file).digest())
-        prompt = slotted.prompt
-        return Prompt(
-            **{
-                **vars(prompt),
-                "images": Images(
-                    files=files,
-                    inputs=ImageInputs(files, self),
-                    placeholder_id=self.placeholder_id,
-                    digest=digest.hexdigest(),
-                    slotted_ids=slotted.slotted_ids,
-                    num_prompt_tokens=len(prompt.token_ids),
-                ),
-            }
+        return Images(
+            files=files,
+            inputs=ImageInputs(files, self),
+            placeholder_id=self.placeholder_id,
+            digest=digest.hexdigest(),
+            slotted_ids=slotted.slotted_ids,
+            num_prompt_tokens=slotted.num_prompt_tokens,
         )
 
     def inputs(self, files: Sequence[bytes]) -> dict[str, np.ndarray]:
@@ -403,16 +406,19 @@ def _processor(path: str) -> Any:
     return processor
 
 
-class PromptsWithImages(Sequence[Prompt]):
-    """Prompts whose images are read at each access, so that memory does not hold all of them."""
+class WithImages(Sequence[Item]):
+    """Prompts or examples whose images are read at each access.
+
+    So memory never holds the images of all of them.
+    """
 
     def __init__(
-        self, items: Sequence[SlottedPrompt], reader: Callable[[], ImageReader] | None
+        self, items: Sequence[Slotted[Item]], reader: Callable[[], ImageReader] | None
     ) -> None:
         """Wrap the items.
 
         Args:
-            items: The prompts without images.
+            items: The prompts or examples without images.
             reader: Function that returns the reader of the images. None means that there are none.
         """
         self._items, self._reader = items, reader
@@ -421,14 +427,15 @@ class PromptsWithImages(Sequence[Prompt]):
         return len(self._items)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, place: int) -> Item: ...
     @overload
-    def __getitem__(self, place: slice) -> PromptsWithImages: ...
-    def __getitem__(self, place: int | slice) -> Prompt | PromptsWithImages:
+    def __getitem__(self, place: slice) -> WithImages[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | WithImages[Item]:
         if isinstance(place, slice):
-            return PromptsWithImages(self._items[place], self._reader)
+            return WithImages(self._items[place], self._reader)
         slotted = self._items[place]
         if not slotted.sources:
-            return slotted.prompt
+            return slotted.item
         assert self._reader is not None, "rows with images are refused without a reader"
-        return self._reader().read(slotted)
+        item: Any = slotted.item
+        return replace(item, images=self._reader().read(slotted))

@@ -12,7 +12,7 @@ import numpy as np
 
 from raypo.config import ConfigError, DataSection, PromptSource, source_name
 from raypo.data.chat_messages import is_chat
-from raypo.data.images import ImageReader, PromptsWithImages, SlottedPrompt
+from raypo.data.images import ImageReader, Slotted, WithImages
 from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
     LabelCheck,
@@ -132,7 +132,7 @@ def load_prompts(
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
             prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
-    prompts: ItemStore[SlottedPrompt] = ItemStore()
+    prompts: ItemStore[Slotted[Prompt]] = ItemStore()
     sizes: list[int] = []
     num_rows = num_skipped = shortest = 0
     highest = np.zeros(1, np.int32)
@@ -156,8 +156,7 @@ def load_prompts(
                 shortest = min(shortest or length, length)
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
-            sources = tuple(image.source for image in row.images)
-            prompts.append(SlottedPrompt(prompt, sources, row.slotted_ids, row.where))
+            prompts.append(Slotted.of(prompt, row))
             if len(prompts) - sum(sizes) == most:
                 break
         sizes.append(len(prompts) - sum(sizes))
@@ -169,7 +168,7 @@ def load_prompts(
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    loaded = PromptsWithImages(prompts, reader)
+    loaded = WithImages(prompts, reader)
     return LoadedPrompts(loaded, num_skipped, tuple(sizes), highest, bad)
 
 
