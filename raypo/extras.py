@@ -8,6 +8,7 @@ from raypo.config import ConfigError
 
 _REPORT = ("jinja2", "plotly", "scipy")
 EXTRAS = {
+    "images": ("torchvision",),
     "report": _REPORT,
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
     "sweep": ("optuna", *_REPORT),  # a sweep writes its report page at the end

@@ -23,12 +23,18 @@ class Images:
     files: tuple[bytes, ...]
     """Encoded images (PNG, JPEG, ...), in the order of their placeholders, for the engine."""
     inputs: Mapping[str, np.ndarray]
-    """What the model's processor made of them, under the names of the model's forward method, such
-    as `pixel_values` and `image_grid_thw`, for the learner."""
+    """What the model's processor makes of them, under the names of the model's forward method, such
+    as `pixel_values` and `image_grid_thw`, for the learner. It is made at the first access, and
+    not copied between processes."""
     placeholder_id: int
     """Token that stands in the prompt's ids for each vector of the vision tower."""
     digest: str
-    """SHA-256 of the files, in hex digits; the engine's cache knows the images by it."""
+    """SHA-256 of the files, in hex digits."""
+    slotted_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Ids of the prompt with one token for each image, as its text has them, int32. The engine puts
+    the placeholders in."""
+    num_prompt_tokens: int = 0
+    """Number of the prompt's token ids, with the placeholders."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ case $device in
 esac
 
 stamp=$venv/raypo-setup
-wanted="$device $python $(cat pyproject.toml "$constraints" scripts/overrides-*.txt scripts/setup.sh | cksum)"
+wanted="$device $python $(cat pyproject.toml "$constraints" scripts/overrides-*.txt scripts/setup.sh scripts/torchvision_schemas.py | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null; then
     exit 0
 fi
@@ -89,4 +89,15 @@ fi
 # PYTHONDONTWRITEBYTECODE is set.
 "$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode --constraint "$constraints" \
     ${options[@]+"${options[@]}"} --editable ".[$extra,dev]"
+# Where no index of CPU wheels is reached, torchvision is PyPI's, whose operators are CUDA's and do not
+# load. It imports once their schemas exist, and its image transforms need no operators. The file is
+# written anew, because uv's cache may have another link to it.
+if ! "$venv/bin/python" -c 'import torchvision' 2>/dev/null; then
+    file=$("$venv/bin/python" -c 'import importlib.util as u; print((u.find_spec("torchvision") or exit()).submodule_search_locations[0])')
+    if [ -n "$file" ]; then
+        cat "$file/extension.py" scripts/torchvision_schemas.py >"$file/extension.py.new"
+        mv "$file/extension.py.new" "$file/extension.py"
+        "$venv/bin/python" -c 'import torchvision'
+    fi
+fi
 echo "$wanted" >"$stamp"

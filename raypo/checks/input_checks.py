@@ -14,6 +14,7 @@ from raypo.checks.function_checks import (
     check_scoring,
 )
 from raypo.checks.model_checks import (
+    check_images,
     check_model,
     check_positions,
     check_positions_of,
@@ -41,6 +42,7 @@ from raypo.config.paths import is_uri
 from raypo.custom.in_subprocess import call_in_subprocess
 from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
+from raypo.extras import require
 from raypo.inputs import functions_of_user
 from raypo.models.model_files import stored_files, tensor_bytes
 from raypo.rewards.scoring import RewardFunction, WeightedSum
@@ -84,6 +86,9 @@ def check_inputs(
     if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
         check_positions(config)
     check_rotations(config, on_hub=False)
+    if config.data.image_key is not None:
+        require("images", f"data.image_key ({config.data.image_key})")
+        check_images(config)
     num_prompts = check_rows(config)
     notes: list[str] = []
     _check_user_code(config, reward_fn)

@@ -312,6 +312,39 @@ def check_images(config: AnyConfig) -> None:
             f"only, because a worker may have no images, but there are {learner.total_workers} "
             "workers. Set it to [vision]."
         )
+    if isinstance(config, OnlineConfig):
+        _check_rollouts_with_images(config)
+    for key, value in {
+        "data.messages_key": getattr(config.data, "messages_key", None),
+        "data.desirable_key": getattr(config.data, "desirable_key", None),
+        "dpo.loss": "kto" if getattr(getattr(config, "dpo", None), "loss", None) == "kto" else None,
+    }.items():
+        if value is not None:
+            raise ConfigError(
+                f"{key} ({value}): examples of this form get no images, but data.image_key is "
+                f"{config.data.image_key}. Give prompts with responses, or pairs for another loss."
+            )
+
+
+def _check_rollouts_with_images(config: OnlineConfig) -> None:
+    """Refuse settings of rollouts that images do not reach."""
+    rollout, frozen = config.rollout, config.placement.frozen
+    if rollout.engine.speculation.kind != "none":
+        raise ConfigError(
+            f"rollout.engine.speculation.kind ({rollout.engine.speculation.kind}): while vLLM "
+            "speculates, it cannot exclude the placeholders of images. Set it to none."
+        )
+    if rollout.is_episodic:
+        name = "environment" if rollout.environment else "agent"
+        raise ConfigError(
+            f"rollout.{name} ({getattr(rollout, name)}): episodes get no images, but "
+            f"data.image_key is {config.data.image_key}. Remove one of the two."
+        )
+    if getattr(config.model, "reference", None) and frozen.reference.backend != "torch":
+        raise ConfigError(
+            f"placement.frozen.reference.backend ({frozen.reference.backend}): the reference gets "
+            "no images there. Set it to torch."
+        )
 
 
 def _check_routers(config: AnyConfig) -> None:

@@ -296,7 +296,7 @@ actor_rollout_ref.actor.policy_loss.dro_beta | | raypo has no such loss.
 actor_rollout_ref.actor.tau_pos, actor_rollout_ref.actor.tau_neg | | raypo's `sapo` has the paper's temperatures, 1.0 and 1.05.
 actor_rollout_ref.actor.loss_scale_factor | ppo.aggregation | `constant` divides by the number of responses times `rollout.max_new_tokens`.
 actor_rollout_ref.actor.shuffle, actor_rollout_ref.actor.data_loader_seed | ~ | Responses are shuffled in each pass, by `seed`.
-actor_rollout_ref.actor.freeze_vision_tower | | raypo trains all weights, or an adapter.
+actor_rollout_ref.actor.freeze_vision_tower | model.freeze | true: `[vision]`, the default; false: `[]`.
 algorithm.kl_penalty | ppo.kl.estimator | In the reward: `kl`, k1.
 algorithm.kl_ctrl.type | = ppo.kl.controller |
 algorithm.kl_ctrl.horizon | = ppo.kl.horizon | Responses.
@@ -323,7 +323,9 @@ actor_rollout_ref.rollout.mode, actor_rollout_ref.rollout.calculate_log_probs | 
 actor_rollout_ref.actor.calculate_entropy, actor_rollout_ref.actor.calculate_sum_pi_squared | ~ | The entropy is always logged.
 data.train_max_samples, data.val_max_samples | data.prompts, eval.prompts | Rows. -1: all. Shorten a file by hand.
 data.gen_batch_size | rollout.prompts_per_step | With a filter of groups: prompts that are sampled at once.
-data.image_key, data.video_key, data.audio_key, data.image_patch_size, data.mm_processor_kwargs, data.return_multi_modal_inputs, actor_rollout_ref.rollout.limit_images | | Images are in the chat messages of a prompt.
+data.image_key | data.image_key | For a policy that reads images.
+actor_rollout_ref.rollout.limit_images | data.max_images |
+data.video_key, data.audio_key, data.image_patch_size, data.mm_processor_kwargs, data.return_multi_modal_inputs | | The model's own processor reads images, and nothing else.
 data.custom_cls.path, data.custom_cls.name, data.custom_cls.* | data.prompts | Write the rows to a file, or give them to a trainer (`train_dataset=`).
 data.sampler.*, data.datagen.*, trainer.v1.sampler.* | data.curriculum | raypo draws prompts at random, or by their pass rate.
 reward.reward_manager.name, reward_model.reward_manager | ppo.shaping | `naive`: nothing. `dapo` adds a penalty for overlong responses: `ppo.shaping.overlong_buffer_tokens`.
@@ -475,8 +477,9 @@ actor.optim, critic.optim | learner.optimizer | `adamw` (adam) or `muon`.
 actor.muon.*, critic.muon.* | learner.optimizer | raypo's Muon has the learning rate of AdamW and a momentum of 0.95.
 critic.adam.betas, critic.adam.eps, critic.adam.weight_decay, critic.lr_scheduler, critic.lr_warmup_ratio, critic.min_lr_ratio, critic.max_norm | learner.lr_schedule | Policy and critic share the schedule, the optimizer's constants and the clip.
 actor.aux_loss_coef, aux_loss_coef | learner.router_aux_coef | The loss is a mean over the layers' own loads.
-actor.freeze_visual_encoder, freeze_visual_encoder | | raypo trains all weights, or an adapter.
-data.image_key, data.max_images_per_prompt, image_key, max_images_per_prompt | | Images are in the chat messages of a prompt.
+actor.freeze_visual_encoder, freeze_visual_encoder | model.freeze | true: `[vision]`, the default; false: `[]`.
+data.image_key, image_key | data.image_key | For a policy that reads images.
+data.max_images_per_prompt, max_images_per_prompt | data.max_images |
 ds.value_head_prefix, value_head_prefix | | A critic starts from the reward model, or from the policy with a head of zeros.
 ckpt.best_metric_key, best_metric_key | checkpoint.best_by |
 ptx_coef, pretrain_data, pretrain_split, pretrain_data_probs | ppo.nll_coef | raypo has no loss on texts beside PPO's.

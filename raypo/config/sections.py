@@ -163,6 +163,16 @@ class DataSection(Config):
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
+    image_key: str | None = None
+    """Column of the images of a prompt, for a policy that reads images: one image or a list. An
+    image is a path (a relative one begins at the folder of the data), a URI, the bytes of a file or
+    an image of `datasets`. Its place is a part of type image in the chat messages, or `<image>` in
+    their text; without both, images stand before the first text of the user. Parts may also hold
+    their images; if all do, name the column of the messages. null means that prompts are text.
+    docs/images.md has the models."""
+    max_images: int = Field(default=8, ge=1)
+    """Maximum number of images of a prompt. Rows with more are refused. Engines reserve memory for
+    as many."""
     label_key: str | None = None
     """Column that reward functions get as `rollout.label`. null means no label. All columns are in
     `rollout.row`."""

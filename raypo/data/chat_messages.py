@@ -60,27 +60,40 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], images: list[Mapping[str, Any]] | None = None
+) -> list[Message]:
     """Normalise messages to the form that chat templates expect.
 
     Contents become text: parts of type text are joined. Arguments of tool calls become objects.
     Keys with a null value are dropped at every depth, because Arrow (parquet, `save_to_disk`)
     fills the keys that a row lacks with null. Nulls inside arguments given as JSON text are kept.
 
+    Args:
+        messages: The messages.
+        images: List to which parts of type image are appended as they are. In their messages only
+            their type is left, and the content stays a list. None means that they are refused.
+
     Raises:
         MessageError: a role is not a string, a content is neither text nor text parts, or a tool
             call is malformed. The error names the message by its index.
     """
-    return [_normalised(place, message) for place, message in enumerate(messages)]
+    return [_normalised(place, message, images) for place, message in enumerate(messages)]
 
 
-def _normalised(place: int, message: Mapping[str, Any]) -> Message:
+def _normalised(
+    place: int, message: Mapping[str, Any], images: list[Mapping[str, Any]] | None
+) -> Message:
     where = f"messages.{place}"
     if not isinstance(message.get("role"), str):
         raise MessageError(f"{where}.role: a message must have a role, which is a text")
     plain: Message = without_nulls(message)
     calls = plain.pop("tool_calls", None)
-    plain["content"] = _text(where, plain.get("content"), may_lack=bool(calls) or says_more(plain))
+    content = plain.get("content")
+    if images is not None and _has_images(content):
+        plain["content"] = _with_slots(where, content, images)
+    else:
+        plain["content"] = _text(where, content, may_lack=bool(calls) or says_more(plain))
     if calls:  # Arrow turns missing tool calls into an empty list
         try:
             plain["tool_calls"] = [_call(call) for call in calls]
@@ -97,6 +110,30 @@ def says_more(message: Mapping[str, Any]) -> bool:
     return any(message.get(key) for key in _SAYS)
 
 
+IMAGE_PARTS = ("image", "image_url")
+"""Types of parts that are images; the second one is OpenAI's."""
+
+
+def _has_images(content: Any) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS for part in content
+    )
+
+
+def _with_slots(
+    where: str, content: list[Any], images: list[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a content with images as a list of parts; append the images to `images`."""
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+            images.append(part)
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": _text(where, [part], may_lack=False)})
+    return parts
+
+
 def _text(where: str, content: Any, *, may_lack: bool) -> str:
     if isinstance(content, str):
         return content
@@ -109,8 +146,9 @@ def _text(where: str, content: Any, *, may_lack: bool) -> str:
             return "".join(texts)
         wrong = next((str(kind) for kind in kinds if kind != "text"), "text without a text")
         raise MessageError(
-            f"{where}.content: has a part of type {wrong}, but only text parts are supported. A "
-            'part is {"type": "text", "text": TEXT}'
+            f"{where}.content: has a part of type {wrong}, but only text parts are supported "
+            "here (data.image_key adds images to prompts). A part is "
+            '{"type": "text", "text": TEXT}'
         )
     kind = "null" if content is None else type(content).__name__
     raise MessageError(f"{where}.content: must be a text, but this is {kind}. Write it as a text")

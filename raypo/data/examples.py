@@ -21,6 +21,7 @@ from raypo.config import (
 )
 from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
 from raypo.data.conversations import conversation, is_learned
+from raypo.data.images import ImageReader, Slotted, WithImages
 from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
     count_ignored,
@@ -79,6 +80,7 @@ def load_examples(
     stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
+    reader: Callable[[], ImageReader] | None = None,
 ) -> LoadedExamples[Example]:
     """Read and tokenise prompts and the responses to train on.
 
@@ -91,6 +93,7 @@ def load_examples(
         tokenizer: Hugging Face tokenizer of the model.
         stop_token_ids: Tokens that end a response.
         key: Config key of the sources, for error messages. Evaluation has a key of its own.
+        reader: Function that returns the reader of the model's images (`tokenised`).
 
     Raises:
         ConfigError: a row is invalid, a row is too long and `data.too_long` is `error`, or no row
@@ -105,7 +108,7 @@ def load_examples(
         return None if response.is_empty else Example(row.prompt_ids, response.ids)
 
     columns = {"data.response_key": section.response_key}
-    return _load(section, tokenizer, stop_token_ids, columns, build, key)
+    return _load(section, tokenizer, stop_token_ids, columns, build, key, reader)
 
 
 def _load_conversations(
@@ -172,6 +175,7 @@ def load_pairs(
     stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
+    reader: Callable[[], ImageReader] | None = None,
 ) -> LoadedExamples[Pair]:
     """Read prompts with a chosen and a rejected response, otherwise like `load_examples`."""
 
@@ -189,7 +193,7 @@ def load_pairs(
         return Pair(row.prompt_ids, chosen, rejected, margin, references)
 
     columns = {"data.chosen_key": section.chosen_key, "data.rejected_key": section.rejected_key}
-    return _load(section, tokenizer, stop_token_ids, columns, build, key)
+    return _load(section, tokenizer, stop_token_ids, columns, build, key, reader)
 
 
 def load_verdicts(
@@ -198,6 +202,7 @@ def load_verdicts(
     stop_token_ids: Sequence[int],
     *,
     key: str = "data.prompts",
+    reader: Callable[[], ImageReader] | None = None,
 ) -> LoadedExamples[Verdict]:
     """Read prompts with desirable and undesirable responses, otherwise like `load_examples`.
 
@@ -295,9 +300,10 @@ def _load(
     response_keys: Mapping[str, str],
     build: Callable[[Row, list[_Response]], Item | None],
     key: str,
+    reader: Callable[[], ImageReader] | None = None,
 ) -> LoadedExamples[Item]:
     stops = StopTokens(tokenizer, stop_token_ids, chat_format(section))
-    items: ItemStore[Item] = ItemStore()
+    items: ItemStore[Slotted[Item]] = ItemStore()
     sizes: list[int] = []
     num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)
@@ -308,22 +314,24 @@ def _load(
     }
 
     columns = {"data.prompt_key": section.prompt_key, **response_keys, **others}
+    columns |= {"data.image_key": section.image_key} if section.image_key else {}
 
     def prepare(row: Row) -> Row:
         count_ignored(row, columns, section, tokenizer.chat_template, bad)
         return prepared_row(with_columns(row, source, others), source, section, response_keys)
 
-    def built(each: _Responded) -> tuple[bool, Item | None]:
+    def built(each: _Responded) -> tuple[bool, Slotted[Item] | None]:
         """Return whether a row is short enough, and the item built from it."""
         row, responses = each
         fits = [is_short("prompt", row, len(row.prompt_ids), section)]
         fits += [is_short("response", row, len(one.ids), section) for one in responses]
-        return all(fits), build(row, responses) if all(fits) else None
+        item = build(row, responses) if all(fits) else None
+        return all(fits), None if item is None else Slotted.of(item, row)
 
     for source in section.prompts:
         rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
         rows = bad.each(prepare, rows)
-        for chunk in tokenised(rows, section, tokenizer, bad):
+        for chunk in tokenised(rows, section, tokenizer, bad, reader):
             responded = _with_responses(chunk, response_keys, section, stops, bad)
             for fits, item in bad.each(built, responded):
                 if not fits:
@@ -335,7 +343,7 @@ def _load(
         sizes.append(len(items) - sum(sizes))
     if not items:
         raise _nothing_left(section, response_keys, key, bad, num_skipped, num_unusable)
-    return LoadedExamples(items, tuple(sizes), num_skipped, num_unusable, bad)
+    return LoadedExamples(WithImages(items, reader), tuple(sizes), num_skipped, num_unusable, bad)
 
 
 def _nothing_left(

@@ -22,6 +22,7 @@ from raypo.data.chat_messages import (
     strings_of,
     without_nulls,
 )
+from raypo.data.images import with_images
 from raypo.data.rows import BadRows, Row, RowError
 
 LabelCheck = Callable[[Any, str], Any]
@@ -31,7 +32,7 @@ SYSTEM, TEMPLATE_KWARGS, LOSS_MASK = "system", "chat_template_kwargs", "loss_mas
 """Columns that are used if rows have them: the system message, variables of the chat template, and
 the messages that are trained on."""
 _MEDIA = ("images", "videos", "audio", "audios")
-"""Columns of inputs that raypo's models do not get."""
+"""Columns of inputs other than text."""
 WEIGHTS = ("weight", "train", "trainable", "training", "learn", "loss", "loss_mask")
 """Fields with which data sets exclude a message from the loss."""
 
@@ -61,21 +62,26 @@ def prepared_row(
     columns = {"data.prompt_key": section.prompt_key, **responses}
     if section.label_key:
         columns["data.label_key"] = section.label_key
+    if section.image_key:
+        columns["data.image_key"] = section.image_key
     row = with_columns(row, source, columns | _tools_column(row, section))
-    _refuse_media(row)
+    _refuse_media(row, section)
     name = section.prompt_key
     value = row.values[name]
     if section.as_chat and isinstance(value, str):
         value = [{"role": "user", "content": value}]
         row = _replaced(row, name, value)
+    parts: list[Mapping[str, Any]] = []
     if is_chat(value):
-        row = _replaced(row, name, _chat(row, "data.prompt_key", name))
+        images = parts if section.image_key else None
+        row = _replaced(row, name, _chat(row, "data.prompt_key", name, images))
     elif not isinstance(value, str):
         raise RowError(
             f"data.prompt_key ({name}): {row.where} has {short(value)} there. A prompt must be a "
             "text, or a list of chat messages with role and content. Correct the row or remove "
             "it."
         )
+    row = with_images(row, section, source, parts)
     for config_key, column in responses.items():
         row = _replaced(row, column, _response(row, config_key, column))
     if responses:
@@ -99,7 +105,7 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
             f"{key} ({column}): {row.where} has no list of chat messages in which the "
             "assistant answers. Correct the row or remove it."
         )
-    _refuse_media(row)
+    _refuse_media(row, section)
     row = _replaced(row, column, _with_weights(row, column, _chat(row, key, column)))
     row = _with_tools(row, key, column, section)
     row = _with_template_kwargs(row, column)
@@ -167,7 +173,7 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
     read = {
         name: _chat_of_text(row, config_key, name)
         for config_key, name in columns.items()
-        if config_key not in ("data.label_key", "data.tools_key")
+        if config_key not in ("data.label_key", "data.tools_key", "data.image_key")
     }
     return row._replace(values=row.values | read)
 
@@ -223,9 +229,11 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
     )
 
 
-def _chat(row: Row, config_key: str, column: str) -> list[Message]:
+def _chat(
+    row: Row, config_key: str, column: str, images: list[Mapping[str, Any]] | None = None
+) -> list[Message]:
     try:
-        return chat_messages(row.values[column])
+        return chat_messages(row.values[column], images)
     except MessageError as error:
         raise RowError(
             f"{config_key} ({column}): {row.where}, {error}, or remove the row."
@@ -252,12 +260,13 @@ def _response(row: Row, config_key: str, column: str) -> Message:
     return message
 
 
-def _refuse_media(row: Row) -> None:
+def _refuse_media(row: Row, section: DataSection) -> None:
     for name in _MEDIA:
-        if row.values.get(name):
+        if row.values.get(name) and name != section.image_key:
+            remedy = "Set data.image_key: images, or remove" if name == "images" else "Remove"
             raise RowError(
-                f"{row.where} has {name}, but raypo trains on texts only, and would leave them out "
-                "without a word. Remove the column; if only a reward function reads it, rename it."
+                f"{row.where} has {name}, which the policy would not get. {remedy} the column; if "
+                "only a reward function reads it, rename it."
             )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from raypo.config import ConfigError, DataSection, PromptSource, source_name
 from raypo.data.chat_messages import is_chat
+from raypo.data.images import ImageReader, Slotted, WithImages
 from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
     LabelCheck,
@@ -107,6 +108,7 @@ def load_prompts(
     key: str = "data.prompts",
     label_checks: Callable[[PromptSource], LabelCheck | None] | None = None,
     most: int | None = None,
+    reader: Callable[[], ImageReader] | None = None,
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
@@ -123,12 +125,14 @@ def load_prompts(
         key: The config key of the sources, for error messages.
         label_checks: Function that returns the check of a source's labels, or None for no check.
         most: Maximum number of prompts of each source. None means no limit.
+        reader: Function that returns the reader of the policy's images (`tokenised`). Images are
+            read again whenever a prompt is taken from the result.
 
     Raises:
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
             prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
-    prompts: ItemStore[Prompt] = ItemStore()
+    prompts: ItemStore[Slotted[Prompt]] = ItemStore()
     sizes: list[int] = []
     num_rows = num_skipped = shortest = 0
     highest = np.zeros(1, np.int32)
@@ -143,15 +147,16 @@ def load_prompts(
                 yield row
 
         rows = counted(with_tools_in_some(read_rows(source, key=key, bad=bad), source, section))
-        check = label_checks and label_checks(source)
-        for row, prompt in _prompts(section, source, tokenizer, first, rows, bad, check):
+        prepared = _prepared(section, source, rows, bad, label_checks and label_checks(source))
+        for row in chain.from_iterable(tokenised(prepared, section, tokenizer, bad, reader)):
+            prompt = _prompt(row, section, source, first)
             length = len(prompt.token_ids)
             if not is_short("prompt", row, length, section):
                 num_skipped += 1
                 shortest = min(shortest or length, length)
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
-            prompts.append(prompt)
+            prompts.append(Slotted.of(prompt, row))
             if len(prompts) - sum(sizes) == most:
                 break
         sizes.append(len(prompts) - sum(sizes))
@@ -163,19 +168,18 @@ def load_prompts(
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(prompts, num_skipped, tuple(sizes), highest, bad)
+    loaded = WithImages(prompts, reader)
+    return LoadedPrompts(loaded, num_skipped, tuple(sizes), highest, bad)
 
 
-def _prompts(
+def _prepared(
     section: DataSection,
     source: PromptSource,
-    tokenizer: PreTrainedTokenizerBase,
-    first: int,
     rows: Iterable[Row],
     bad: BadRows,
     label_check: LabelCheck | None,
-) -> Iterator[tuple[Row, Prompt]]:
-    """Yield the prompts of a source's rows; `first` is the index of its first row."""
+) -> Iterator[Row]:
+    """Yield the rows of a source, checked and normalised."""
 
     def prepare(row: Row) -> Row:
         row = prepared_row(row, source, section)
@@ -183,18 +187,18 @@ def _prompts(
             check_label(label_check, row, section.label_key)
         return row
 
-    prepared = bad.each(prepare, rows)
-    for row in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
-        given = row.values[section.prompt_key]
-        yield (
-            row,
-            Prompt(
-                index=first + row.number,
-                text=shown(row.prompt_text),
-                token_ids=row.prompt_ids,
-                label=row.values[section.label_key] if section.label_key else None,
-                messages=given if is_chat(given) else None,
-                data_source=source_name(source),
-                row=row.values,
-            ),
-        )
+    return bad.each(prepare, rows)
+
+
+def _prompt(row: Row, section: DataSection, source: PromptSource, first: int) -> Prompt:
+    """Return the prompt of a row; `first` is the index of the first row of its source."""
+    given = row.values[section.prompt_key]
+    return Prompt(
+        index=first + row.number,
+        text=shown(row.prompt_text),
+        token_ids=row.prompt_ids,
+        label=row.values[section.label_key] if section.label_key else None,
+        messages=given if is_chat(given) else None,
+        data_source=source_name(source),
+        row=row.values,
+    )

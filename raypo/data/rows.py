@@ -57,6 +57,19 @@ class Row(NamedTuple):
     """Prompt as the policy reads it: a text, or rendered chat messages."""
     prompt_ids: np.ndarray = np.empty(0, np.int32)
     """Token ids of `prompt_text`, int32 [P]. Both are empty until the row is tokenised."""
+    images: tuple[RowImage, ...] = ()
+    """Images of the prompt, in the order of their places in it."""
+    slotted_ids: np.ndarray = np.empty(0, np.int32)
+    """`Images.slotted_ids`."""
+
+
+class RowImage(NamedTuple):
+    """An image of a row, checked but not in memory unless the row has its bytes."""
+
+    source: str | bytes
+    """Path or URI, or the content of the file."""
+    size: tuple[int, int]
+    """Width and height in pixels."""
 
 
 class RowError(ConfigError):
@@ -330,8 +343,20 @@ def _parquet(source: str, key: str, _: BadRows) -> Iterator[Row]:
 
 def _rows_of(rows: Iterable[Mapping[str, Any]], source: PromptSource) -> Iterator[Row]:
     """Yield the rows of a `datasets.Dataset`."""
+    features = getattr(rows, "features", None) or {}
+    for name, feature in features.items():
+        images = feature if type(feature).__name__ == "Image" else getattr(feature, "feature", None)
+        if type(images).__name__ == "Image":  # decoded only where pixels are needed
+            rows = rows.cast_column(name, _undecoded(feature))  # pyright: ignore
     for number, values in enumerate(rows, start=1):
         yield Row(f"{source}, row {number}", dict(values))
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature of `datasets`, an image or a list of images, that is read as files."""
+    from datasets import Image, List
+
+    return List(Image(decode=False)) if hasattr(feature, "feature") else Image(decode=False)
 
 
 def _saved(source: PromptSource, key: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from raypo.config import ConfigError, DataSection
 from raypo.data.chat_messages import ChatFormat, Message, render
+from raypo.data.images import ImageReader
 from raypo.data.prepared_rows import TEMPLATE_KWARGS, short, tools_column
 from raypo.data.rows import BadRows, Row, RowError
 from raypo.data.special_tokens import SpecialTokenError, has_hidden, hidden_in_text
@@ -27,10 +28,19 @@ def tokenised(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     bad: BadRows,
+    reader: Callable[[], ImageReader] | None = None,
 ) -> Iterator[list[Row]]:
     """Yield prepared rows with `prompt_text` and `prompt_ids`, in chunks.
 
     Text and chat are tokenised separately.
+
+    Args:
+        rows: The prepared rows.
+        section: The data section.
+        tokenizer: Tokenizer of the policy.
+        bad: Record of unusable rows.
+        reader: Function that returns the reader of the policy's images. It is called for rows with
+            images. None means that the policy gets none.
     """
 
     def with_text(row: Row) -> Row:
@@ -42,7 +52,7 @@ def tokenised(
                 f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
                 "Write a prompt there or remove the row."
             )
-        return row
+        return _with_placeholders(row, section, reader) if row.images else row
 
     rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
@@ -60,6 +70,20 @@ def tokenised(
                 if has_hidden(chunk[index].prompt_text):
                     bad.count_special_tokens(chunk[index])
         yield list(bad.each(with_tokens, chunk))
+
+
+def _with_placeholders(
+    row: Row, section: DataSection, reader: Callable[[], ImageReader] | None
+) -> Row:
+    """Return a row with placeholders for its images in its ids."""
+    where = f"data.image_key ({section.image_key}): {row.where}"
+    if reader is None:
+        raise ConfigError(f"{where} has images, but this recipe reads texts. Remove them.")
+    try:
+        ids = reader().expanded(row.prompt_ids, [image.size for image in row.images])
+    except ValueError as error:
+        raise RowError(f"{where} {error}.") from None
+    return row._replace(prompt_ids=ids, slotted_ids=row.prompt_ids)
 
 
 def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Generic
 
 import numpy as np
@@ -21,6 +22,7 @@ from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.image_reader import image_reader
 from raypo.rollout.reward_trial import ROWS, try_before_start
 from raypo.run.online_inputs import load_held_out
 from raypo.run.records import Records
@@ -64,6 +66,9 @@ class Examples(Generic[Item]):
         config, section = run.config, section or run.config.data
         tokenizer = load_tokenizer(config.model.policy)
         stop_ids = stop_token_ids(config.model.policy, tokenizer)
+        if section.image_key is not None:
+            reader = cache(partial(image_reader, config.model.policy))
+            load_kind = partial(load_kind, reader=reader)
         examples, batch_size = load_kind(section, tokenizer, stop_ids), config.learner.batch_size
         notes = examples.notes("data.prompts")
         notes += few_rows_notes(section, examples.sizes, batch_size, key="learner.batch_size")

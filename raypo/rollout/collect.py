@@ -266,6 +266,7 @@ def request_of(
         # uninterrupted run. So evaluation must not fill the prefix cache of training.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
         with_experts=sampling.with_experts,
+        images=prompt.images,
     )
 
 
@@ -301,6 +302,7 @@ def _rollout(
         messages=prompt.messages,
         data_source=prompt.data_source,
         row=prompt.row,
+        images=prompt.images,
         prompt_experts=prompt_experts,
         response_experts=None if experts is None else with_last(experts[len(prompt.token_ids) :]),
     )

@@ -10,6 +10,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ _ARRAYS = (
     *("prompt_ids", "response_ids", "log_probs", "response_mask"),
     *("turn_rewards", "turn_index", "ref_log_probs", "prompt_experts", "response_experts"),
 )
-_IN_THE_DATA = ("label", "row")
-"""Fields that may be anything. They are not saved, but read from the prompt's row again."""
+_IN_THE_DATA = ("label", "row", "images")
+"""Fields that may be large or anything. They are not saved, but read from the prompt's row again.
+"""
 _OTHERS = [
     field.name
     for field in fields(Rollout)
@@ -79,10 +81,12 @@ def read_batches(
     with np.load(path, allow_pickle=False) as arrays:
         saved = json.loads(arrays["json"].tobytes())
         columns = {name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in _ARRAYS}
+    prompt_of = lru_cache(maxsize=None)(partial(_prompt_of, prompts))
     rollouts = []
     for number, plain in enumerate(saved["rollouts"]):
         values = {name: column[number] for name, column in columns.items()}
-        rollouts.append(_rollout(plain, values, prompts))
+        # A prompt is read once, so that its rollouts hold the same images.
+        rollouts.append(_rollout(plain, values, prompt_of(plain["prompt_index"])))
     batches = {
         int(step): StepBatch(
             [rollouts[number] for number in batch["scored"]],
@@ -100,11 +104,14 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
     return plain | {"episode": rollout.episode and asdict(rollout.episode)}
 
 
-def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompts: Sequence[Prompt]) -> Rollout:
-    index = bisect_left(prompts, plain["prompt_index"], key=lambda prompt: prompt.index)
-    prompt = prompts[min(index, len(prompts) - 1)]
-    # If the user has accepted changed data, the row may be gone.
-    is_there = prompt.index == plain["prompt_index"]
+def _prompt_of(prompts: Sequence[Prompt], index: int) -> Prompt | None:
+    """Return a prompt, or None if its row is gone because the user has accepted changed data."""
+    at = bisect_left(prompts, index, key=lambda prompt: prompt.index)
+    prompt = prompts[min(at, len(prompts) - 1)]
+    return prompt if prompt.index == index else None
+
+
+def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompt: Prompt | None) -> Rollout:
     episode = plain.pop("episode")
     if episode is not None:
         uses = tuple(ToolUse(**use) for use in episode.pop("tool_uses"))
@@ -113,8 +120,9 @@ def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompts: Sequence[Pr
     return Rollout(
         **plain,
         **arrays,
-        label=prompt.label if is_there else None,
-        row=prompt.row if is_there else {},
+        label=prompt.label if prompt else None,
+        row=prompt.row if prompt else {},
+        images=prompt.images if prompt else None,
         episode=episode,
         later_versions=later,
     )

@@ -165,6 +165,7 @@ def to_experience(dealt: Sequence[Rollout], *, parts: Sequence[str] = ()) -> Exp
         else None,
         prompt_experts=pad_left([prompt for prompt, _ in experts], dtype) if experts else None,
         response_experts=pad_right([own for _, own in experts], dtype) if experts else None,
+        images=tuple(r.images for r in dealt) if any(r.images for r in dealt) else None,
     )
 
 

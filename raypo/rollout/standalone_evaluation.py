@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from functools import cache, partial
 
 import torch
 
@@ -26,6 +27,7 @@ from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.image_reader import image_reader
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.vllm_arguments import with_head_dtype
@@ -65,7 +67,13 @@ def evaluate_model(
     prompts: dict[str, Sequence[Prompt]] = {}
     for path in paths:
         section = config.data.model_copy(update={"prompts": (path,)})
-        loaded = load_prompts(section, tokenizer, key="eval.prompts", label_checks=checks)
+        loaded = load_prompts(
+            section,
+            tokenizer,
+            key="eval.prompts",
+            label_checks=checks,
+            reader=cache(partial(image_reader, model)),
+        )
         for note in loaded.notes("eval.prompts"):
             tell(note)
         is_unique = all_sources.count(str(path)) == 1
@@ -148,6 +156,7 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         seed=config.seed,
         reads_text=config.rollout.reads_text,
         reads_weights=True,
+        max_images=config.data.max_images,
     )
     try:
         yield EngineClient(local_handle(engine))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from raypo.rollout.batch_scoring import Scorer, source_weights
 from raypo.rollout.collect import Sampling
 from raypo.rollout.curriculum import CurriculumStream, few_draws_note
 from raypo.rollout.episodes import open_episodes
+from raypo.rollout.image_reader import image_reader
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.reward_trial import first_of_each, try_before_start
 from raypo.run.run import Run
@@ -172,10 +174,12 @@ def load_checked(run: Run[Any], section: Any, tokenizer: Any, *, key: str) -> Lo
         key: Config key of the sources.
     """
     checks = label_checks(run.config, key, has_reward_fn=run.runtime.reward_fn is not None)
-    loaded_prompts = load_prompts(section, tokenizer, key=key, label_checks=checks)
+    policy = run.config.model.policy
+    reader = cache(partial(image_reader, policy))
+    loaded_prompts = load_prompts(section, tokenizer, key=key, label_checks=checks, reader=reader)
     for note in loaded_prompts.notes(key):
         run.tell.message(note)
-    Limits.of(run.config.model.policy).check([[loaded_prompts.highest]], tokenizer, key=key)
+    Limits.of(policy).check([[loaded_prompts.highest]], tokenizer, key=key)
     return loaded_prompts
 
 

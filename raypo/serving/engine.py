@@ -26,12 +26,14 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
 from raypo.deployment.gauges import export_gauges
+from raypo.models.vision import placeholder_id
 from raypo.serving.adapters import Adapters, lora_arguments
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.model_tensors import ModelTensors
@@ -121,6 +123,7 @@ class Engine:
         whole_batches: bool = False,
         max_requests: int | None = None,
         records_experts: bool = False,
+        max_images: int = 1,
     ) -> None:
         """Start vLLM, which takes seconds. `load_weights` or a push then loads the weights.
 
@@ -143,6 +146,7 @@ class Engine:
             whole_batches: Whether requests start together. Others are sampled too, but more slowly.
             max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
             records_experts: Whether requests may ask for the experts of their tokens.
+            max_images: Maximum number of images of a prompt, for a model that reads images.
 
         Raises:
             ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -163,6 +167,7 @@ class Engine:
         _refuse_a_second()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._tensors = ModelTensors.of(model)
+        image_token = placeholder_id(AutoConfig.from_pretrained(model))
         arguments = engine_arguments(
             model,
             section,
@@ -176,6 +181,7 @@ class Engine:
             whole_batches=whole_batches,
             max_requests=max_requests,
             records_experts=records_experts,
+            max_images=0 if image_token is None else max_images,
         )
         self._adapters: Adapters | None = None
         if lora is not None:
@@ -193,6 +199,7 @@ class Engine:
                 self._serving,
                 max_waiting=section.max_waiting,
                 probes=probes,
+                placeholder_id=image_token,
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()

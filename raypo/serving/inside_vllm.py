@@ -79,29 +79,24 @@ class InsideVllm:
 
     def enqueue(
         self,
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[dict[str, Any]],
         params: Sequence[Any],
         adapters: Sequence[Any | None],
         priorities: Sequence[int],
-        salts: Sequence[str],
     ) -> list[str]:
         """Add requests to vLLM's scheduler; all arguments have one entry for each request.
 
         Args:
-            prompts: Token ids, int [P].
+            prompts: vLLM's `TokensPrompt`s.
             params: `vllm.SamplingParams`.
             adapters: `LoRARequest`, or None.
             priorities: Lower is scheduled sooner.
-            salts: Prefix cache salt; requests share cache entries only if their salts are equal.
 
         Returns:
             vLLM's internal id of each request.
         """
         return self.llm.enqueue(
-            [
-                {"prompt_token_ids": ids.tolist(), **({"cache_salt": salt} if salt else {})}
-                for ids, salt in zip(prompts, salts, strict=True)
-            ],
+            prompts,
             params,
             lora_request=adapters,
             priority=priorities,

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from raypo.models.checkpoint import stored_tensors
+from raypo.models.loading import language_class
 from raypo.weights.manifest import Manifest, WeightError, summary
 
 
@@ -34,7 +35,7 @@ class ModelTensors:
     def of(cls, model: str) -> ModelTensors:
         """Return the tensors of a model, given by folder or hub id, without loading its weights."""
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            skeleton = language_class(model).from_config(AutoConfig.from_pretrained(model))
         required = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton)}
         everything = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
         head = skeleton.get_output_embeddings()

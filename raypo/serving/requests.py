@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raypo.types import Images
+
 
 @dataclass(frozen=True)
 class SamplingRequest:
@@ -40,6 +42,8 @@ class SamplingRequest:
     """Prefix cache salt, as in vLLM: only requests with equal salts share cached prefixes."""
     with_experts: bool = False
     """True if the completion gets the experts of all tokens, from an engine that records them."""
+    images: Images | None = None
+    """Images of the prompt."""
     timeout_s: float | None = None
     """Seconds after which the request ends with the tokens sampled so far. None means no limit."""
 

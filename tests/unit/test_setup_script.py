@@ -26,8 +26,8 @@ UV = """#!/bin/bash
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    overrides = ("scripts/overrides-cpu.txt", "scripts/overrides-oldest.txt")
-    for name in ("scripts/setup.sh", *overrides, "pyproject.toml"):
+    names = ("overrides-cpu.txt", "overrides-oldest.txt", "setup.sh", "torchvision_schemas.py")
+    for name in (*(f"scripts/{name}" for name in names), "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     for name in ("constraints.txt", "constraints-gpu.txt", "constraints-oldest.txt"):
