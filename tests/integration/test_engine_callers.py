@@ -65,7 +65,7 @@ def from_another_process(engines: EngineClient, seed: int) -> list[int]:
 def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
     """More calls than the replica has threads: those wait for responses in none."""
     alone = [engines.generate([ask(60, seed)]).result()[0] for seed in range(THREADS)]
-    before = engines.handle.call(Engine.stretch).result()[0]
+    before = engines.handle.call(Engine.load_summary).result()[0]
 
     def call(seed: int) -> list[int]:
         return engines.submit([ask(60, seed)]).result()[0].token_ids.tolist()
@@ -76,7 +76,7 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
 
     assert answers == [each.token_ids.tolist() for each in alone]
     assert ray.get(elsewhere) == alone[0].token_ids[:20].tolist()
-    steps = engines.handle.call(Engine.stretch).result()[0].steps - before.steps
+    steps = engines.handle.call(Engine.load_summary).result()[0].steps - before.steps
     assert steps < 60 * THREADS / 2, "they did not share"
 
 
@@ -92,7 +92,7 @@ def test_callers_are_not_in_the_way_of_a_pause(engines: EngineClient):
 
 def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineClient):
     def load() -> Load:
-        return engines.handle.control(Engine.stretch)[0].result()[0]
+        return engines.handle.control(Engine.load_summary)[0].result()[0]
 
     async def leave() -> None:
         left = asyncio.wrap_future(engines.submit([ask(400, 0)]))

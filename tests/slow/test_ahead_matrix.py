@@ -140,7 +140,7 @@ def all_draws(steps: list[list[int]]) -> list[int]:
 
 def load_of(replica: str) -> Load:
     actor: Any = ray.get_actor(replica, "raypo")
-    load, _ = ray.get(actor.call.remote(Call("stretch")))
+    load, _ = ray.get(actor.call.remote(Call("load_summary")))
     assert isinstance(load, Load)
     return load
 

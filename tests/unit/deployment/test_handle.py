@@ -53,7 +53,7 @@ def handle_of(*replicas: ReplicaClient, **limits: Any) -> DeploymentHandle:
 
 
 def load(handle: DeploymentHandle) -> Future[Any]:
-    return handle.call(Engine.stretch)
+    return handle.call(Engine.load_summary)
 
 
 def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
@@ -197,7 +197,7 @@ def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_ow
 def test_requests_to_all_replicas_are_urgent_and_not_repeated():
     handle = handle_of(Scripted(0), Scripted(1, ReplicaLost("it was killed")), Scripted(2))
     EngineClient(handle).require(PUSH)
-    first, second, third = handle.call_all(Engine.stretch)
+    first, second, third = handle.call_all(Engine.load_summary)
     assert (first.result(5), third.result(5)) == (0, 2)
     with pytest.raises(ReplicaLost, match="engine:1: it was killed"):
         second.result(5)
