@@ -153,4 +153,4 @@ def _plain(value: Any) -> Any:
     """Convert NumPy values to lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"it contains a {type(value).__name__}")
+    raise TypeError(f"a {type(value).__name__} is in it")
