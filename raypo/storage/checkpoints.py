@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 from raypo.config import ConfigError
 from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
+from raypo.storage.retries import write_text
 from raypo.storage.run_files import BEST, RunFiles
 
 STATE = "run.json"
@@ -152,7 +153,7 @@ def write_manifest(
     manifest.unlink(missing_ok=True)  # of an attempt that failed later
     others = [path for path in directory.iterdir() if path.name not in digested]
     files = {path.name: [path.stat().st_size, _digest(path)] for path in others}
-    manifest.write_text(json.dumps(files | dict(digested), indent=1))
+    write_text(manifest, json.dumps(files | dict(digested), indent=1))
 
 
 def manifest_of(rank: int, count: int) -> str:
