@@ -39,7 +39,7 @@ from raypo.storage.checkpoints import (
     write_manifest,
 )
 from raypo.storage.folder import link_tree, parent_and_name
-from raypo.storage.retries import retried
+from raypo.storage.retries import retried, write_text
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.logs import log_to_file
 
@@ -188,11 +188,12 @@ class Checkpoints:
                 "best": records.best and records.best.state_dict(),
                 "watched": records.watched and records.watched.state_dict(),
             }
-            (directory / STATE).write_text(json.dumps(of_run | position | dict(state)))
-            (directory / _README).write_text(
+            write_text(directory / STATE, json.dumps(of_run | position | dict(state)))
+            write_text(
+                directory / _README,
                 "The training state of a run, for resuming and from_checkpoint. It is not a "
                 f"model:\nthe trained model is a Hugging Face folder in {run.files.location}\n"
-                "(policy/ or reward_model/; best/ has that of the best step).\n"
+                "(policy/ or reward_model/; best/ has that of the best step).\n",
             )
         best = records.best_step if records.best and records.best.best_step == step else None
         weights = {name: export.weights() for name, export in self.exports.items()}
@@ -296,7 +297,7 @@ class Checkpoints:
         def write(folder: Path) -> None:
             for name in models:
                 link_tree(files.folder / name, folder / name)
-            (folder / BEST_STEP).write_text(json.dumps(best))
+            write_text(folder / BEST_STEP, json.dumps(best))
 
         if self.run.workers.rank == 0:
             self._replace_folder(files.best_dir, write)

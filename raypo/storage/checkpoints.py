@@ -18,6 +18,7 @@ from raypo.config import ConfigError
 from raypo.progress import moved
 from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
+from raypo.storage.retries import write_text
 from raypo.storage.run_files import BEST, RunFiles
 
 STATE = "run.json"
@@ -154,7 +155,7 @@ def write_manifest(
     manifest.unlink(missing_ok=True)  # of an attempt that failed later
     others = [path for path in directory.iterdir() if path.name not in digested]
     files = {path.name: [path.stat().st_size, _digest(path)] for path in others}
-    manifest.write_text(json.dumps(files | dict(digested), indent=1))
+    write_text(manifest, json.dumps(files | dict(digested), indent=1))
 
 
 def manifest_of(rank: int, count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,6 +18,11 @@ _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permission
 
 class StorageError(RuntimeError):
     """All attempts at a read or write failed."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file. If this fails, retry it as `retried` does."""
+    retried(lambda: path.write_text(text), f"writing {path.name}")
 
 
 def retried(

@@ -236,8 +236,12 @@ class RunFiles:
     def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
         """Append a line to `timeline/<worker>.jsonl`. Each worker has its own file."""
         path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+
+        def append() -> None:  # readers skip a line that a full disk has cut
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(line)}\n")
+
+        retried(append, f"writing {path.name}")
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the lines of all workers, worker by worker. Incomplete lines are dropped."""

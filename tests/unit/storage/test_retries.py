@@ -14,6 +14,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from raypo.learner.state import write_tensors
 from raypo.storage import retries
+from raypo.storage.checkpoints import damages, write_manifest
 from raypo.storage.retries import StorageError, retried
 from raypo.storage.run_files import RunFiles
 
@@ -94,6 +95,26 @@ def test_a_state_that_does_not_fit_is_told_and_written_once_there_is_room(
     assert len(told) == 2
     assert told[0].startswith("warning: writing the checkpoint of step 3 failed ([Errno 27] File")
     assert torch.equal(torch.load(path)["weight"], state["weight"])
+
+
+def test_small_files_of_a_checkpoint_and_the_timeline_are_tried_again(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    opened, failures = Path.open, [OSError(28, "No space left on device")] * 2
+
+    def failing(path: Path, mode: str = "r", *args: Any, **named: Any) -> Any:
+        if mode in ("w", "a") and failures:
+            raise failures.pop()
+        return opened(path, mode, *args, **named)
+
+    (tmp_path / "a.pt").write_bytes(b"state")
+    monkeypatch.setattr(Path, "open", failing)
+    write_manifest(tmp_path, 0, 1, {})
+    assert (failures, damages(tmp_path)) == ([], [])
+    failures.append(OSError(28, "No space left on device"))
+    files = RunFiles(str(tmp_path), "run")
+    files.append_timeline("worker", {"step": 1})
+    assert (failures, files.timeline()) == ([], [{"step": 1}])
 
 
 def test_a_line_of_metrics_that_was_cut_by_a_full_disk_is_whole_at_the_next_attempt(
