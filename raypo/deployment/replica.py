@@ -42,7 +42,7 @@ from raypo.cluster.devices import narrowed
 from raypo.concurrency import background_future, daemon_future
 from raypo.deployment.gauges import export_gauges
 from raypo.deployment.spec import Call, Deployment, Status, Unprepared
-from raypo.progress import Work, at_work
+from raypo.pending_work import Work, at_work
 from raypo.tracking.logs import CONSOLE_KEY, log_to_file
 from raypo.tracking.trace import note_call
 
