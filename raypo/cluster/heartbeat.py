@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import ray
 from ray.actor import ActorHandle
 
-from raypo import progress
-from raypo.progress import Pending
+from raypo import pending_work
+from raypo.pending_work import Pending
 
 LONGEST_PERIOD_S = 10.0
 """Longest time between two beats, in seconds."""
@@ -51,12 +51,12 @@ def heartbeat(monitor: ActorHandle | None, rank: int, timeout_s: float | None) -
     if monitor is None or timeout_s is None:
         yield
         return
-    progress.forget_pending()
+    pending_work.forget_pending()
     actor_id, is_over = str(ray.get_runtime_context().get_actor_id()), threading.Event()
 
     def send() -> None:
         while not is_over.wait(min(timeout_s / 5, LONGEST_PERIOD_S)):
-            idle_s, pending = progress.idle_s(), tuple(progress.pending())
+            idle_s, pending = pending_work.idle_s(), tuple(pending_work.pending())
             is_slow = any(work.idle_s > timeout_s / 2 for work in pending)
             stacks = _stacks() if is_slow else ""
             monitor.beat.remote(Beat(rank, actor_id, idle_s, pending, stacks))

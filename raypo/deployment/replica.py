@@ -42,7 +42,7 @@ from raypo.cluster.devices import visible_device_env
 from raypo.concurrency import background_future, daemon_future
 from raypo.deployment.gauges import export_gauges
 from raypo.deployment.spec import Call, Deployment, PrerequisiteFailed, Status
-from raypo.progress import Work, at_work
+from raypo.pending_work import Work, at_work
 from raypo.tracking.logs import CONSOLE_KEY, log_to_file
 from raypo.tracking.trace import trace_call
 

@@ -37,9 +37,9 @@ from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
 from raypo.models.packing import digest_of
 from raypo.models.warm_up import warm_up
+from raypo.pending_work import at_work
 from raypo.ppo.custom_functions import surrogate_of
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
-from raypo.progress import at_work
 from raypo.seeds import SeedWord
 from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush

@@ -22,7 +22,7 @@ from raypo.learner.trained_model import TrainedModel
 from raypo.metrics.reduce import WeightedMeans
 from raypo.models.lora import adapter_off
 from raypo.models.packing import digest_of
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.types import Experience
 
 T = TypeVar("T")

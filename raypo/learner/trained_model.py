@@ -42,7 +42,7 @@ from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
 from raypo.models.sequence_parallel import SequenceGroup
 from raypo.models.shares import has_shards, is_sharded, own_shard, whole_bytes
-from raypo.progress import moved
+from raypo.pending_work import moved
 
 GATHER_BYTES = 1 << 25
 """Size of the tensors that are gathered together at ZeRO stage 3: a layer of a small model. They

@@ -11,7 +11,7 @@ from typing import Any
 from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name, load_function
 from raypo.custom.process_pool import CallTimeout, ProcessDied, UserCodePool
-from raypo.progress import moved
+from raypo.pending_work import moved
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout

@@ -20,7 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from raypo.progress import moved
+from raypo.pending_work import moved
 from raypo.rewards.wire import from_answer, to_request
 from raypo.types import Rollout
 

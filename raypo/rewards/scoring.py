@@ -25,7 +25,7 @@ from raypo.custom.loader import (
     takes_columns,
     takes_ground_truth,
 )
-from raypo.progress import at_work, moved
+from raypo.pending_work import at_work, moved
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.rollout.event_loop import leave
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from typing import Any
 import ray.train
 from ray.train import Checkpoint
 
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.ray_internals import check_shared, checkpoint_folder, run_storage
 from raypo.storage.folder import copy_to
 from raypo.storage.retries import retried

@@ -23,7 +23,7 @@ from raypo.config import CheckpointSection
 from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
-from raypo.progress import REPORT, at_work
+from raypo.pending_work import REPORT, at_work
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.checkpoint_writer import CheckpointWriter, Staged
 from raypo.run.rollout_metrics import sample_row, speed_metrics

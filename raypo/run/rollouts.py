@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raypo.concurrency import daemon_future
 from raypo.config import FilterSection, OnlineConfig, PPOConfig
 from raypo.metrics.clock import Clock, Span
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.rollout.batch_scoring import Scorer, Scoring
 from raypo.rollout.collect import Sampler
 from raypo.rollout.controller import RolloutController

@@ -25,7 +25,7 @@ from raypo.learner.host_copies import HostCopies, tensors_in
 from raypo.learner.learner import Learner
 from raypo.learner.state import StateFiles, write_tensors
 from raypo.learner.supervised import SupervisedLearner
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.run.checkpoint_writer import Staged
 from raypo.run.records import Records
 from raypo.run.rollouts import Rollouts

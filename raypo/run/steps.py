@@ -8,7 +8,7 @@ from typing import Any
 
 from raypo.config import OnlineConfig
 from raypo.metrics.clock import Clock, Span
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints

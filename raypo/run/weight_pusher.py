@@ -14,7 +14,7 @@ from raypo.config import OnlineConfig
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.learner.supervised import SupervisedLearner
-from raypo.progress import at_work
+from raypo.pending_work import at_work
 from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases

@@ -15,7 +15,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from raypo.config import ConfigError
-from raypo.progress import moved
+from raypo.pending_work import moved
 from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.retries import write_text

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from raypo.config import ConfigError
-from raypo.progress import moved
+from raypo.pending_work import moved
 from raypo.storage.retries import retried
 from raypo.storage.temporary import temporary_folder
 

@@ -1,8 +1,8 @@
 """The watchdog of a run: it finds a hang from the workers' heartbeats, and ends what hangs.
 
 A run hangs if, for `placement.hang_timeout_s`, a worker's process has not answered, or a piece of
-work that must move by itself has not moved (`raypo.progress`), or nothing in any worker has. The
-watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
+work that must move by itself has not moved (`raypo.pending_work`), or nothing in any worker has.
+The watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
 learner workers. Ray Train restarts them from the last checkpoint as often as `max_failures` allows.
 """
 
@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from raypo.cluster.heartbeat import Beat
 from raypo.cluster.stacks import kill_processes, stacks_of
-from raypo.progress import REPORT, Pending
+from raypo.pending_work import REPORT, Pending
 from raypo.ray_internals import ActorProcess, actors_of_this_job, is_driver
 from raypo.storage.run_files import HANGS, RunFiles
 

@@ -35,7 +35,7 @@ NAMED = {
     "collective": "learner worker 1 does not go on in step 1, in hang (hanging.py:",
     "checkpoint": "learner worker 0 does not go on in writing the checkpoint of step 1, in hang",
     "upload": "learner worker 0 does not go on in storing the checkpoint of step 1 in file:///",
-    "controller": "learner worker 0 waits in step 2 > the report to Ray Train, in Condition.wait",
+    "controller": " > the report to Ray Train, in Condition.wait (",
     "worker": "learner worker 1 does not answer: its process is stopped or blocked",
 }
 """Words of the message about the hang in each phase."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from raypo.cluster.heartbeat import Beat
 from raypo.cluster.run_monitor import Monitor
-from raypo.progress import REPORT, Pending
+from raypo.pending_work import REPORT, Pending
 from raypo.trainer.watchdog import Hang, Worker, find_hang
 
 LIMIT_S = 30.0

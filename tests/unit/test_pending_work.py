@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypo import progress
+from raypo import pending_work
 from raypo.concurrency import background_future, daemon_future
-from raypo.progress import Pending, at_work, moved
+from raypo.pending_work import Pending, at_work, moved
 
 
 @pytest.fixture
@@ -18,20 +18,20 @@ def event() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-    while progress.pending():
+    while pending_work.pending():
         time.sleep(0.01)
 
 
 def pending(name: str) -> Pending:
-    (work,) = [work for work in progress.pending() if work.name == name]
+    (work,) = [work for work in pending_work.pending() if work.name == name]
     return work
 
 
 def test_the_innermost_work_is_told_with_the_work_around_it():
     with at_work("step 1", must_move=False), at_work("the update"):
-        (work,) = progress.pending()
+        (work,) = pending_work.pending()
         assert (work.name, work.inside, work.must_move) == ("the update", ("step 1",), True)
-    assert progress.pending() == []
+    assert pending_work.pending() == []
 
 
 def test_what_moves_moves_the_work_around_it_in_threads_and_coroutines_too(
@@ -53,10 +53,10 @@ def test_what_moves_moves_the_work_around_it_in_threads_and_coroutines_too(
         ):
             time.sleep(0.05)
             assert pending("step 1").idle_s >= 0.05
-            assert progress.idle_s() >= 0.05
+            assert pending_work.idle_s() >= 0.05
             move()
             assert pending("step 1").idle_s < 0.05
-            assert progress.idle_s() < 0.05
+            assert pending_work.idle_s() < 0.05
         time.sleep(0.05)
         threading.Thread(target=moved).start()  # has no part in this work
         assert pending("step 1").idle_s >= 0.05
@@ -84,7 +84,7 @@ def test_a_thread_that_waits_for_another_is_told_from_one_that_works(event: thre
     assert pending("waiting").waits
     assert pending("waiting").place.startswith("Condition.wait (threading.py:")
     assert not pending("sleeping").waits
-    assert "sleep (test_progress.py:" in pending("sleeping").place
+    assert "sleep (test_pending_work.py:" in pending("sleeping").place
 
 
 def test_work_that_never_ended_before_the_start_is_forgotten(event: threading.Event):
@@ -98,8 +98,8 @@ def test_work_that_never_ended_before_the_start_is_forgotten(event: threading.Ev
     daemon_future(trial, name="test")
     begun.wait()
     assert pending("the reward function")
-    progress.forget_pending()
-    assert progress.pending() == []
+    pending_work.forget_pending()
+    assert pending_work.pending() == []
     with at_work("step 1"):
         assert pending("step 1")
 
