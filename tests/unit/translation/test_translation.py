@@ -421,7 +421,7 @@ def test_what_concerns_memory_stands_apart():
         f"{GROUPS} {ACTOR}.fsdp_config.param_offload=True {ROLLOUT}.max_num_seqs=9 "
         f"{ACTOR}.freeze_vision_tower=True"
     )
-    assert f"{ACTOR}.freeze_vision_tower (True): raypo trains all weights" in notes(text)
+    assert f"{ACTOR}.freeze_vision_tower (True): It is frozen by default" in notes(text)
     assert "offload" not in notes(text)
     assert "freeze" not in notes(translated(f"{GROUPS} {ACTOR}.freeze_vision_tower=False"))
     (line,) = [each for each in text.splitlines() if "Concerns memory" in each]
