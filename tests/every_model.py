@@ -121,6 +121,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "qwen2_5_vl": {
+        "text_config": {
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+        }
+    },
     "t5": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},

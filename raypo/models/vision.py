@@ -46,10 +46,11 @@ def freeze(model: Any, parts: Sequence[str]) -> None:
 
 
 def placeholder_id(config: Any) -> int | None:
-    """Return the token that stands for each vector of an image, or None for a text-only model."""
+    """Return the token that stands for each vector of an image, if a model could sample it."""
     if config.model_type not in VISION:
         return None
-    return getattr(config, "image_token_id", None)
+    token: int = config.image_token_id
+    return token if token < config.get_text_config().vocab_size else None
 
 
 def image_inputs(backbone: Any, packed: Packed) -> dict[str, Any]:

@@ -13,17 +13,20 @@ from torch import Tensor
 
 from raypo.config import ModelSection, PolicyLoraSection
 from raypo.learner.tasks import response_batch
-from raypo.models import packing
+from raypo.models import packing, vision
 from raypo.models.critic import Critic, CriticStart
+from raypo.models.loading import is_causal
 from raypo.models.lora import load_policy
 from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import Packed, in_whole_blocks, pack
 from raypo.models.token_log_probs import packed_log_probs
 from raypo.serving.frozen import ReferenceModel
-from raypo.types import Example
+from raypo.types import Example, Images
 from tests.rollouts import plain_rollout
+from tests.unit.learner.plain import on_workers
 from tests.vision_models import (
     CONFIGS,
+    made_up_images,
     of_transformers,
     rows,
     separate_log_probs,
@@ -172,6 +175,7 @@ def test_a_reference_model_sees_the_images(folder: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, PolicyLoraSection(rank=2)])
 def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) -> None:
+    assert is_causal(str(folder))
     critic, _ = Critic.load(
         CriticStart(str(folder)), dtype="float32", lora=lora, frozen=("vision",)
     )
@@ -199,3 +203,14 @@ def test_values_of_a_critic_are_those_of_separate_rows(folder: Path, lora: Any) 
     assert_equal_gradients(of_mine, gradients(critic, torch.cat(expected)))
     assert "value_head.weight" in of_mine
     assert not {f"model.{n.removeprefix('backbone.')}" for n in of_mine} & outside
+
+
+def test_at_zero_3_all_workers_call_the_tower_equally_often() -> None:
+    one, two = (made_up_images("llava", (1, 1), seed=seed) for seed in (0, 1))
+    own = [[one, two], [], [two]]
+    with patch.object(vision, "workers_of_shards", lambda workers: workers):
+        others = on_workers(3, lambda w: vision._read_for_others(w, own[w.rank]))
+        nobody = on_workers(2, lambda w: vision._read_for_others(w, []))
+    assert [len(images) for images in others] == [0, 2, 1]
+    assert all(isinstance(each, Images) for images in others for each in images)
+    assert nobody == [[], []]
