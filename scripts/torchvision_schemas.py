@@ -1,6 +1,5 @@
+"""Schemas of torchvision's operators: scripts/setup.sh appends this to torchvision/extension.py."""
 
-
-# What follows is added by raypo's scripts/setup.sh to torchvision/extension.py.
 if not _has_ops():  # noqa: F821
     _schemas = torch.library.Library("torchvision", "FRAGMENT")  # noqa: F821
     _schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

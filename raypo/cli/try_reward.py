@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,13 +105,19 @@ def _try(
     from raypo.data.prompts import load_prompts
     from raypo.models.loading import load_tokenizer  # imports torch
     from raypo.rewards.labels import label_checks
+    from raypo.rollout.image_reader import image_reader
     from raypo.rollout.reward_trial import first_of_each, trials
 
     tokenizer = load_tokenizer(run.model.policy)
     sources = run.eval.prompts if key == "eval.prompts" else run.data.prompts
     section = run.data.model_copy(update={"prompts": sources})
     loaded = load_prompts(
-        section, tokenizer, key=key, label_checks=label_checks(run, key), most=rows
+        section,
+        tokenizer,
+        key=key,
+        label_checks=label_checks(run, key),
+        most=rows,
+        reader=cache(partial(image_reader, run.model.policy)),
     )
     typer.echo(f"{key}, scored by {name}")
     trial_results = list(trials(function, first_of_each(loaded, rows), tokenizer))

@@ -255,27 +255,33 @@ def _decoded(content: bytes, *, check_only: bool = False) -> Image:
 
 
 class ImageInputs(Mapping[str, np.ndarray]):
-    """What a model's processor makes of images, made at the first access in a process."""
+    """What a model's processor makes of images, made at the first access in a process.
 
-    def __init__(self, files: tuple[bytes, ...], reader: ImageReader) -> None:
-        self._files, self._reader = files, reader
+    A process that only passes images on, or reads their files, loads no processor.
+    """
+
+    def __init__(self, files: tuple[bytes, ...], path: str) -> None:
+        self._files, self._path = files, path
         self._values: dict[str, np.ndarray] | None = None
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._made()[name]
+        return self._processed()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made())
+        return iter(self._processed())
 
     def __len__(self) -> int:
-        return len(self._made())
+        return len(self._processed())
 
     def __reduce__(self) -> Any:
-        return ImageInputs, (self._files, self._reader)
+        return ImageInputs, (self._files, self._path)
 
-    def _made(self) -> dict[str, np.ndarray]:
+    def _processed(self) -> dict[str, np.ndarray]:
         if self._values is None:
-            self._values = self._reader.inputs(self._files)
+            processor = _processor(self._path).image_processor
+            made = processor(images=[decoded(file) for file in self._files], return_tensors="np")
+            names = processor.model_input_names
+            self._values = {name: np.asarray(made[name]) for name in made if name in names}
         return self._values
 
 
@@ -300,9 +306,6 @@ class ImageReader:
             [placeholder_id]
         )
         self.slot_id: int = tokenizer.convert_tokens_to_ids(self.slot)
-
-    def __reduce__(self) -> Any:
-        return _reader, (self.path, self.placeholder_id)
 
     def expanded(self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return ids with placeholders for each slot, int32.
@@ -337,22 +340,12 @@ class ImageReader:
             digest.update(hashlib.sha256(file).digest())
         return Images(
             files=files,
-            inputs=ImageInputs(files, self),
+            inputs=ImageInputs(files, self.path),
             placeholder_id=self.placeholder_id,
             digest=digest.hexdigest(),
             slotted_ids=slotted.slotted_ids,
             num_prompt_tokens=slotted.num_prompt_tokens,
         )
-
-    def inputs(self, files: Sequence[bytes]) -> dict[str, np.ndarray]:
-        """Return what the processor makes of images besides token ids."""
-        images = [decoded(file) for file in files]
-        made = self.processor.image_processor(images=images, return_tensors="np")
-        return {name: np.asarray(made[name]) for name in made if name in self._names}
-
-    @property
-    def _names(self) -> list[str]:
-        return self.processor.image_processor.model_input_names
 
     @lru_cache(maxsize=4096)  # noqa: B019 (a process has one reader)
     def _expansion(self, size: tuple[int, int]) -> np.ndarray:
@@ -380,11 +373,6 @@ class ImageReader:
             text=[self.slot], images=[Image.new("RGB", size)], add_special_tokens=False
         )
         return np.asarray(made["input_ids"][0], np.int32)
-
-
-@lru_cache(maxsize=2)
-def _reader(path: str, placeholder_id: int) -> ImageReader:
-    return ImageReader(path, placeholder_id=placeholder_id)
 
 
 @lru_cache(maxsize=2)

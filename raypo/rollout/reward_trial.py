@@ -162,4 +162,5 @@ def _rollout(prompt: Prompt, text: str, group: int, sample: int, tokenizer: Any)
         messages=prompt.messages,
         data_source=prompt.data_source,
         row=prompt.row,
+        images=prompt.images,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from raypo.rollout.saved_batches import read_batches, write_batches
 from raypo.rollout.step_batch import StepBatch
-from raypo.types import Episode, Prompt, Rollout, ToolUse
+from raypo.types import Episode, Images, Prompt, Rollout, ToolUse
 from tests.unit.rollout.test_controller import Run
 from tests.unit.rollout.test_step_batch import rollout
 
@@ -112,3 +112,21 @@ def test_a_checkpoint_that_someone_else_has_written_executes_nothing(
     with suppress(ValueError):
         run.controller.restore(tmp_path)
     assert not marker.exists()
+
+
+def test_rollouts_of_a_prompt_share_its_images_again(tmp_path: Path):
+    class Reads(list):
+        def __getitem__(self, place):
+            prompt = super().__getitem__(place)
+            return replace(prompt, images=Images((b"file",), {}, 5, f"{prompt.index}"))
+
+    scored = [
+        replace(rollout(7, n), prompt_index=3, images=Reads(PROMPTS)[1].images) for n in (0, 1)
+    ]
+    write_batches(tmp_path / "batches.npz", {1: StepBatch(scored, scored, 0, {})}, {})
+    assert b"file" not in (tmp_path / "batches.npz").read_bytes()
+    batches, _ = read_batches(tmp_path / "batches.npz", Reads(PROMPTS))
+    one, other = batches[1].scored
+    assert one.images is not None
+    assert one.images.digest == "3"
+    assert one.images is other.images
