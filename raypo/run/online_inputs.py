@@ -31,6 +31,7 @@ from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.reward_trial import first_of_each, try_before_start
 from raypo.run.run import Run
 from raypo.run.services import Services
+from raypo.run.text_metrics import TextMetrics
 from raypo.types import Prompt
 from raypo.weight_sync.probe import NUM_PROBES
 
@@ -42,6 +43,7 @@ class RolloutInputs:
     source: PromptSource
     """Source that draws from the prompts."""
     held_out: Sequence[Prompt]
+    texts: TextMetrics
     reward_function: RewardFunction | None
     reward_servers: Mapping[str, RewardFunction]
     """Functions that call servers, by source of scores (`Scorer.servers`)."""
@@ -59,11 +61,10 @@ class RolloutInputs:
         per_step = config.rollout.prompts_per_step
         for note in few_rows_notes(config.data, loaded.sizes, per_step):
             run.tell.message(note)
-        held_out: Sequence[Prompt] = []
+        of_eval: LoadedPrompts | None = None
         first = [first_of_each(loaded)]
         if config.eval.prompts:
             of_eval = load_held_out(run, tokenizer)
-            held_out = of_eval.prompts
             first.append(first_of_each(of_eval))
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, config.model.policy, tokenizer, stop)
@@ -93,7 +94,8 @@ class RolloutInputs:
                 run.tell.message(note)
         return cls(
             source=PromptSource(stream, config.rollout.samples_per_prompt),
-            held_out=held_out,
+            held_out=of_eval.prompts if of_eval else [],
+            texts=TextMetrics.of(loaded, of_eval, tokenizer),
             reward_function=reward_function,
             reward_servers=open_servers(config.reward),
             eval_function=eval_function,
