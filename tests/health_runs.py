@@ -28,7 +28,6 @@ RECORDED = Path(__file__).with_name("health_runs.json.gz")
 _CONFIG = ("ppo", "rollout", "reward", "learner", "placement", "num_steps")
 GRPO: dict[str, Any] = {"preset": "grpo"}
 FREE: dict[str, Any] = GRPO | {"kl": {"coef": 1e-6, "placement": "loss"}}
-MANY: dict[str, Any] = {"prompts_per_step": 16}
 FAST: dict[str, Any] = {"policy_lr": 1e-3}
 
 
@@ -38,12 +37,8 @@ class Sick(NamedTuple):
     rule: str
     options: dict[str, Any]
     onset: int = 1
-    """First step that has the sickness."""
+    """First step that has the sickness. If it grows: the first whose figure is beyond the limit."""
     steps: int = 8
-
-
-MIXED = [SUMS[37 * number % len(SUMS)] for number in range(len(SUMS))]
-"""The sums in an order in which neighbours differ."""
 
 
 def stale(engine: TorchEngine, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -100,17 +95,6 @@ def digits(rollouts: list[Rollout]) -> list[float]:
     return [min(sum(c.isdigit() for c in rollout.response), 6) / 6 for rollout in rollouts]
 
 
-class Discovered:
-    """A reward function whose exploit, digits without end, the policy finds after 10 steps."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, rollouts: list[Rollout]) -> list[float]:
-        self.calls += 1
-        return right(rollouts) if self.calls <= 10 else [1.0 + d for d in digits(rollouts)]
-
-
 def long(rollouts: list[Rollout]) -> list[float]:
     return [len(rollout.response_ids) / 16 for rollout in rollouts]
 
@@ -138,13 +122,6 @@ def without_header() -> list[dict[str, Any]]:
     return [{"prompt": f"user: {a}+{b}=\n", "label": str(a + b)} for a, b in SUMS[:66]]
 
 
-def shifted() -> list[dict[str, Any]]:
-    """Sums with the label of the row before, in an order in which neighbours differ."""
-    rows = sums(MIXED[:66])
-    labels = [row["label"] for row in rows]
-    return [row | {"label": label} for row, label in zip(rows[1:], labels, strict=False)]
-
-
 SICK = {
     "stale": Sick("stale_weights", {"push": stale}, onset=5, steps=9),
     "partly_pushed": Sick("stale_weights", {"push": partly}, onset=5, steps=9),
@@ -155,19 +132,14 @@ SICK = {
     "rate_high": Sick("learning_rate_high", {"learner": {"policy_lr": 0.05}}, steps=6),
     "rate_low": Sick("learning_rate_low", {"learner": {"policy_lr": 1e-8}}, steps=22),
     "no_kl": Sick(
-        "kl_runaway", {"reward": digits, "ppo": FREE, "learner": FAST}, onset=8, steps=20
+        "kl_runaway", {"reward": digits, "ppo": FREE, "learner": FAST}, onset=5, steps=20
     ),
     "one_answer": Sick(
-        "entropy_collapse", {"reward": nine, "ppo": FREE, "learner": FAST}, onset=20, steps=30
+        "entropy_collapse", {"reward": nine, "ppo": FREE, "learner": FAST}, onset=26, steps=30
     ),
     "blind": Sick("blind_critic", {"learner": {"critic_lr": 1e-9}}, steps=21),
     "of_prompt": Sick("no_advantage", {"reward": by_prompt, "ppo": {"preset": "dr_grpo"}}, steps=4),
     "constant": Sick("constant_reward", {"reward": nothing}, steps=4),
-    "shifted": Sick(
-        "shifted_labels",
-        {"rows": shifted(), "held_out": sums(MIXED[66:]), "rollout": MANY},
-        steps=6,
-    ),
     "copies": Sick(
         "duplicated_prompts",
         {"rows": sums(SUMS[:40] + SUMS[:20]), "held_out": sums(SUMS[60:])},
@@ -191,14 +163,8 @@ SICK = {
             "learner": FAST,
             "rollout": {"max_new_tokens": 16, "temperature": 1.4},
         },
-        onset=10,
+        onset=4,
         steps=24,
-    ),
-    "gamed": Sick(
-        "reward_gamed",
-        {"reward": Discovered(), "ppo": FREE, "eval": {"every": 2}, "rollout": MANY},
-        onset=11,
-        steps=30,
     ),
     "dying": Sick(
         "policy_dies",

@@ -316,12 +316,14 @@ def run_small(  # noqa: PLR0915
 
 @torch.no_grad()
 def _log_probs(model: Any, rollouts: list[Rollout], *, temperature: float) -> list[np.ndarray]:
-    """Log-probs of the responses under a model, one by one."""
-    rows = []
-    for rollout in rollouts:
-        ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
-        start = len(rollout.prompt_ids) - 1
-        logits = model(ids[None]).logits[0, start:-1].float() / temperature
-        own = torch.log_softmax(logits, -1).gather(1, ids[start + 1 :, None])[:, 0]
-        rows.append(own.numpy())
-    return rows
+    """Log-probs of the responses under a model."""
+    rows = [np.concatenate([rollout.prompt_ids, rollout.response_ids]) for rollout in rollouts]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.from_numpy(row)  # what follows a row does not change it
+    logits = model(ids).logits[:, :-1].float() / temperature
+    all_log_probs = torch.log_softmax(logits, -1).gather(2, ids[:, 1:, None])[..., 0].numpy()
+    return [
+        log_probs[len(rollout.prompt_ids) - 1 : len(row) - 1]
+        for log_probs, rollout, row in zip(all_log_probs, rollouts, rows, strict=True)
+    ]

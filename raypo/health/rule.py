@@ -66,7 +66,8 @@ class Rule:
 
     name: str
     within: int
-    """Number of steps after which it is named: steps with the sickness, from the first one on."""
+    """Number of steps with the sickness, from the first one on, in which it is named. Of evaluations,
+    if the rule reads held-out scores."""
     check: Check
 
     @property

@@ -166,7 +166,7 @@ def entropy_collapse(history: History, config: Mapping[str, Any]) -> Words:
     return None
 
 
-@rule(CRITIC_STEPS)
+@rule(2 * CRITIC_STEPS)
 def blind_critic(history: History, config: Mapping[str, Any]) -> Words:
     """After 20 steps with an update of the critic, `ppo/explained_variance` is below 0.02 in each
     of the last 10: the critic is no better than a constant."""

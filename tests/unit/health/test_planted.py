@@ -9,7 +9,8 @@ import pytest
 
 from raypo.health.rules import RULES, findings
 from raypo.storage.run_files import RunFiles
-from tests.health_runs import HEALTHY, HEALTHY_STEPS, SICK, recorded
+from tests.health_runs import HEALTHY_STEPS, SICK, recorded
+from tests.recorded_run import write_recorded
 
 RULE_BY_NAME = {rule.name: rule for rule in RULES}
 runs = cache(recorded)
@@ -24,7 +25,9 @@ def test_a_planted_sickness_is_named_within_the_steps_of_its_definition(name: st
     sick, config = SICK[name], runs()[name]["config"]
     steps = {finding.rule: finding.step for finding in findings(rows_of(name), config)}
     assert sick.rule in steps, f"named: {steps}"
-    assert sick.onset <= steps[sick.rule] < sick.onset + RULE_BY_NAME[sick.rule].within
+    is_of_evaluations = sick.rule in ("reward_gamed", "policy_dies")
+    every = sick.options["eval"]["every"] if is_of_evaluations else 1
+    assert sick.onset <= steps[sick.rule] < sick.onset + RULE_BY_NAME[sick.rule].within * every
 
 
 @pytest.mark.parametrize("name", [name for name in SICK if SICK[name].onset > 1])
@@ -34,15 +37,20 @@ def test_a_sickness_is_not_named_before_it_begins(name: str):
     assert SICK[name].rule not in rules
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_gives_no_alarm(name: str):
-    rows = rows_of(name)
+def test_a_healthy_run_gives_no_alarm():
+    rows = rows_of("grpo-1")
     assert len(rows) == HEALTHY_STEPS
-    assert findings(rows, runs()[name]["config"]) == []
+    assert findings(rows, runs()["grpo-1"]["config"]) == []
 
 
-def test_there_are_twenty_healthy_runs_and_a_definition_of_each_rule():
-    assert len(HEALTHY) >= 20
+@pytest.mark.parametrize("name", ["quickstart-sft", "quickstart-reward-model", "quickstart"])
+def test_the_quickstart_gives_no_alarm(name: str, tmp_path: Path):
+    files = RunFiles.at(str(write_recorded(tmp_path, name)))
+    assert len(files.metrics()) >= 15
+    assert findings(files.metrics(), files.config()) == []
+
+
+def test_each_rule_has_a_definition_and_a_name_of_its_own():
     assert all(rule.definition for rule in RULES)
     assert len(RULE_BY_NAME) == len(RULES)
 
