@@ -66,8 +66,8 @@ class Rule:
 
     name: str
     within: int
-    """Number of steps with the sickness, from the first one on, in which it is named. Of evaluations,
-    if the rule reads held-out scores."""
+    """Number of steps with the sickness, from the first one on, in which it is named. It counts
+    evaluations if the rule reads held-out scores."""
     check: Check
 
     @property
