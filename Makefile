@@ -52,6 +52,7 @@ bench-gpu: ## On a machine with a GPU: raypo beside TRL, vLLM and PyTorch, 0.5B 
 docs: setup ## Write docs/configuration.md, and the tables in docs/outputs.md and docs/migrating.md
 	python -m scripts.config_reference
 	python -m scripts.metrics_table
+	python -m scripts.rules_table
 	python -m scripts.migration_tables
 	python -m scripts.recipe_plans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +52,8 @@ class LoadedPrompts:
     highest: np.ndarray
     """Token ids of the prompt that contains the largest token id, int32 [P]."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Hash of each prompt's token ids, int64. Equal prompts have equal hashes in a process."""
 
     def notes(self, key: str) -> list[str]:
         """Return one line for each reason why prompts of a config key were skipped."""
@@ -136,7 +139,7 @@ def load_prompts(
     sizes: list[int] = []
     num_rows = num_skipped = shortest = 0
     highest = np.zeros(1, np.int32)
-    bad = BadRows(section.on_error)
+    bad, digests = BadRows(section.on_error), array("q")
     for source in section.prompts:
         first = num_rows
 
@@ -157,6 +160,8 @@ def load_prompts(
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
             prompts.append(Slotted.of(prompt, row))
+            sources = tuple(str(image.source) for image in row.images)
+            digests.append(hash((prompt.token_ids.tobytes(), sources)))
             if len(prompts) - sum(sizes) == most:
                 break
         sizes.append(len(prompts) - sum(sizes))
@@ -168,8 +173,8 @@ def load_prompts(
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    loaded = WithImages(prompts, reader)
-    return LoadedPrompts(loaded, num_skipped, tuple(sizes), highest, bad)
+    loaded, found = WithImages(prompts, reader), np.asarray(digests)
+    return LoadedPrompts(loaded, num_skipped, tuple(sizes), highest, bad, found)
 
 
 def _prepared(

@@ -119,13 +119,17 @@ LOGGED = {
     "response_tokens_max prompt_tokens_mean truncated_fraction zero_variance_fraction turns_mean "
     "turns_max episodes_failed refills groups_missing staleness_mean staleness_max "
     "staleness_share_* samples_asked samples_asked_again samples_carried samples_dropped "
-    "samples_sampled samples_trained samples_failed samples_filtered samples_empty",
+    "samples_sampled samples_trained samples_failed samples_filtered samples_empty tail_fraction "
+    "score_length_correlation truncated_score_gap turn_header_fraction *_label_fraction "
+    "labels_compared",
+    "data/": "duplicate_fraction held_out_overlap",
     "reward/": "*",
     "episode/": "*",
     "kl/": "ref_mean ref_response_mean coef clamped_tokens",
     "ppo/": "policy_loss value_loss kl_loss nll_loss entropy entropy_coef entropy_threshold "
     "approx_kl clip_fraction dual_clip_fraction off_policy_fraction value_clip_fraction "
-    "advantage_clip_fraction ratio_mean ratio_clamped_tokens value_mean return_mean "
+    "advantage_clip_fraction advantage_abs_mean "
+    "ratio_mean ratio_clamped_tokens value_mean return_mean "
     "shaped_score_mean explained_variance policy_grad_norm critic_grad_norm policy_learning_rate "
     "critic_learning_rate policy_updates skipped_updates router_load_max router_entropy "
     "router_aux_loss",
@@ -136,7 +140,7 @@ LOGGED = {
     "tools/": "calls_mean failures",
     "time/": "*_s",
     "perf/": "*_per_s *mfu peak_tflops memory_*_gb gpu_memory_*_gb engine_* wait_for_*_s "
-    "environment_s_mean environment_s_max tools_s_mean draft_acceptance",
+    "environment_s_mean environment_s_max tools_s_mean draft_acceptance slowest_*",
 }
 """Names, or patterns of names, of all metrics that a run can log besides those of its callbacks."""
 _NOT_OF = {
@@ -293,6 +297,18 @@ MEANINGS = {
         "share of responses cut off at `rollout.max_new_tokens`, or of episodes with a response "
         "that was cut off"
     ),
+    "rollout/truncated_score_gap": "mean score of the responses that ended, minus that of those "
+    "that were cut off",
+    "rollout/tail_fraction": "share of the longest response by which it exceeds all but the "
+    "longest 3 %",
+    "rollout/score_length_correlation": "correlation of score and length within groups",
+    "rollout/turn_header_fraction": "share of responses that contain the header with which the "
+    "chat template begins an answer",
+    "rollout/own_label_fraction": "share of responses that end with their row's label, among rows "
+    "whose neighbours have other labels; also `previous_label_fraction` and `next_label_fraction`, "
+    "of the neighbours' labels",
+    "data/duplicate_fraction": "share of the training prompts that repeat an earlier one",
+    "data/held_out_overlap": "share of the held-out prompts that are also training prompts",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
     "rollout/staleness_mean": "weight versions between a response and the update that trains it: "
@@ -326,6 +342,7 @@ MEANINGS = {
         "lowest entropy of the tokens that `ppo.top_entropy_fraction` selects, in nats"
     ),
     "ppo/clip_fraction": "share of tokens whose ratio is clipped",
+    "ppo/advantage_abs_mean": "mean size of the advantages",
     "ppo/off_policy_fraction": "share of tokens that `ppo.correction.off_policy_mask` drops",
     "ppo/router_load_max": (
         "load of the busiest expert of any layer, as a multiple of an even load, over the response "
@@ -342,6 +359,8 @@ MEANINGS = {
         "goes](asynchronous.md#where-the-time-goes)"
     ),
     "perf/engine_idle_s": "mean seconds that an engine was idle",
+    "perf/slowest_worker_ratio": "seconds per token of the slowest learner worker "
+    "(`perf/slowest_worker`), divided by the others' median; also of engines, per step",
     "perf/draft_acceptance": "share of drafted tokens that the policy accepted "
     "(`rollout.engine.speculation`)",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ class WeightedMeans:
     def _merge(self, name: str, share: _Share) -> None:
         current = self._shares.get(name)
         self._shares[name] = share if current is None else _merge_shares(name, [current, share])
+
+
+def slowest(costs: Sequence[float]) -> tuple[int, float]:
+    """Return the index of the largest cost, and its ratio to the median of all others."""
+    index = max(range(len(costs)), key=lambda index: costs[index])
+    others = [cost for number, cost in enumerate(costs) if number != index]
+    return index, costs[index] / max(median(others), 1e-9)
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:

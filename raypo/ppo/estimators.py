@@ -238,6 +238,8 @@ def _metrics(
     valid = ~scores.isnan() & experience.response_mask.any(1)
     means.add("ppo/shaped_score_mean", masked_sum(scores, valid), valid.sum())
     means.add("ppo/return_mean", masked_sum(experience.returns, mask), mask.sum())
+    sizes = masked_sum(experience.advantages.abs(), mask)
+    means.add("ppo/advantage_abs_mean", sizes, mask.sum())
     if ppo.advantage_clip is not None:
         clipped = mask & (experience.advantages.abs() >= ppo.advantage_clip)
         means.add("ppo/advantage_clip_fraction", clipped.sum(), mask.sum())

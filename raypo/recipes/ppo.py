@@ -36,7 +36,7 @@ from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
 from raypo.run.steps import StepResult, run_steps
-from raypo.run.utilization import Utilization
+from raypo.run.utilization import Utilization, slowest_worker
 from raypo.run.weight_pusher import WeightPusher
 from raypo.types import Experience
 
@@ -158,8 +158,8 @@ def ppo_step(
         state: State for the next step.
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
-    clock.lap("time/log_probs_s")
-    experience, metrics, score_moments = with_advantages(
+    metrics = slowest_worker(clock.lap("time/log_probs_s"), experience, workers)
+    experience, of_advantages, score_moments = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
     # Step n starts from the weights of version n - 1, which step n - 1 pushed.
@@ -176,7 +176,7 @@ def ppo_step(
         kl=kl if step > ppo.critic_warmup_steps else None,
         entropy=update.entropy,
     )
-    metrics |= entropy_metrics | (kl.metrics() if kl else {})
+    metrics |= of_advantages | entropy_metrics | (kl.metrics() if kl else {})
     metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
     return experience, metrics | update.metrics | state.metrics(), next_state

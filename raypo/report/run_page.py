@@ -15,6 +15,8 @@ import yaml
 from raypo.config import ConfigError
 from raypo.config.base import flatten
 from raypo.config.paths import short_name
+from raypo.health.rules import RULES, findings
+from raypo.health.slowness import seconds_by_phase
 from raypo.metrics.catalogue import (
     METRICS,
     PLOTS,
@@ -54,7 +56,6 @@ from raypo.report.verdict import (
     own_functions,
 )
 from raypo.storage.run_files import RunFiles
-from raypo.tracking.warnings import findings, seconds_by_phase
 
 RECENT = 10
 """Number of last steps over which an overview tile shows the median of a rate or time."""
@@ -267,11 +268,8 @@ def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
         prefix = f"{name}, " if len(runs) > 1 else ""
         for f in findings(run.rows, run.config):
             notices.append((f"{prefix}step {f.step}", f.text, f.remedy))
-    is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
-    watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
-    watched = watched if is_ppo else "skipped updates"
     if any(run.rows for run in runs.values()):
-        section.add(Notices(notices, none=f"None: raypo watches {watched}."))
+        section.add(Notices(notices, none=f"None: no rule of {len(RULES)} matches."))
 
 
 NOISE = 1e-7

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from raypo.config.paths import short_name
+from raypo.health.slowness import seconds_by_phase, slowness
 from raypo.metrics.catalogue import (
     HEADLINES,
     TRAINED,
@@ -27,7 +28,6 @@ from raypo.report.change import (
 )
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import sample_totals
-from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
 """Share of a run's duration. The verdict mentions the time outside of steps if it is larger."""
@@ -58,7 +58,7 @@ def headline(
     words = [_progress(rows, status, wall_s)]
     learning = [_learning(rows, config, held_out), _trend(evaluations or {})]
     parts = [" ".join(filter(None, learning)), _judges(config), _distance(rows), _texts(rows)]
-    words += filter(None, [*parts, _samples(rows), _time(rows, wall_s)])
+    words += filter(None, [*parts, _samples(rows), _time(rows, wall_s, config)])
     return words
 
 
@@ -289,7 +289,7 @@ def _texts(rows: Sequence[Row]) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _time(rows: Sequence[Row], wall_s: float | None) -> str:
+def _time(rows: Sequence[Row], wall_s: float | None, config: Mapping[str, Any]) -> str:
     seconds = seconds_by_phase(rows)
     total = sum(seconds.values())
     if not total:
@@ -298,6 +298,8 @@ def _time(rows: Sequence[Row], wall_s: float | None) -> str:
     start = ""
     if wall_s and outside > MIN_START_SHARE * wall_s:
         start = f"Starting and ending took {duration(outside)}, the steps {duration(total)}. "
+    if why := slowness(rows, config):
+        return f"{start}Speed: {why.text}."
     first = sorted(seconds, key=lambda name: -seconds[name])[:2]
     parts = [f"{label_of(name)} {seconds[name] / total:.0%}" for name in first]
     return f"{start}Most of the time of its steps went into {' and '.join(parts)}."

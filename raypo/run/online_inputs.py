@@ -33,6 +33,7 @@ from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.reward_trial import first_of_each, try_before_start
 from raypo.run.run import Run
 from raypo.run.services import Services
+from raypo.run.text_metrics import TextMetrics
 from raypo.types import Prompt
 from raypo.weight_sync.probe import NUM_PROBES
 
@@ -44,6 +45,7 @@ class RolloutInputs:
     source: PromptSource
     """Source that draws training prompts."""
     held_out: Sequence[Prompt]
+    texts: TextMetrics
     reward_function: RewardFunction | None
     reward_servers: Mapping[str, RewardFunction]
     """Functions that call reward servers, by score source (`Scorer.servers`)."""
@@ -61,11 +63,10 @@ class RolloutInputs:
         per_step = config.rollout.prompts_per_step
         for note in few_rows_notes(config.data, loaded_prompts.sizes, per_step):
             run.tell.message(note)
-        held_out: Sequence[Prompt] = []
+        eval_prompts: LoadedPrompts | None = None
         trial_prompts = [first_of_each(loaded_prompts)]
         if config.eval.prompts:
             eval_prompts = load_held_out(run, tokenizer)
-            held_out = eval_prompts.prompts
             trial_prompts.append(first_of_each(eval_prompts))
         stop = stop_token_ids(config.model.policy, tokenizer)
         episodes = open_episodes(config, config.model.policy, tokenizer, stop)
@@ -95,7 +96,8 @@ class RolloutInputs:
                 run.tell.message(note)
         return cls(
             source=PromptSource(stream, config.rollout.samples_per_prompt),
-            held_out=held_out,
+            held_out=eval_prompts.prompts if eval_prompts else [],
+            texts=TextMetrics.of(loaded_prompts, eval_prompts, tokenizer),
             reward_function=reward_function,
             reward_servers=open_servers(config.reward),
             eval_function=eval_function,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypo.config import OnlineConfig, PPOConfig
+from raypo.health.slowness import TAIL_SHARE
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.batch_scoring import named_numbers, reward_parts, reward_texts
 from raypo.rollout.collect import Sampling
@@ -23,9 +25,8 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Return metrics of the samples' raw scores and lengths, or {} if there are no samples."""
     means = WeightedMeans()
     scores_by_group: dict[int, list[float]] = {}
-    tokens_by_sample: dict[
-        tuple[int, int], int
-    ] = {}  # an agent's sample may consist of several rollouts
+    tokens_by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rollouts
+    score_by_sample: dict[tuple[int, int], float] = {}
     truncated = {
         (rollout.group_index, rollout.sample_index)
         for rollout in rollouts
@@ -51,6 +52,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
             means.add(name, value, 1)
         if math.isfinite(rollout.score):
             scores_by_group.setdefault(rollout.group_index, []).append(rollout.score)
+            score_by_sample[sample] = rollout.score
             if rollout.data_source:
                 means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
             means.add("rollout/score_mean", rollout.score, 1)
@@ -64,8 +66,44 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         if len(scores) > 1:
             means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.values(), "rollout/score_mean/")
+    metrics |= _length_effects(tokens_by_sample, score_by_sample, truncated)
     missing_scores = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
     return missing_scores | metrics if metrics else {}
+
+
+def _length_effects(
+    tokens: Mapping[tuple[int, int], int],
+    scores: Mapping[tuple[int, int], float],
+    truncated: Container[tuple[int, int]],
+) -> dict[str, float]:
+    """Return how much longer the longest responses are, and how a score depends on the length.
+
+    `rollout/tail_fraction` is the share of the longest response by which it exceeds all but the
+    longest 3 %. `rollout/score_length_correlation` is Pearson's correlation after each group's
+    means are subtracted. `rollout/truncated_score_gap` is the mean score of the responses that
+    ended, minus that of those that were cut off. A metric without a value is left out.
+    """
+    if not tokens:
+        return {}
+    lengths = np.array([*tokens.values()])
+    usual = np.quantile(lengths, 1.0 - TAIL_SHARE, method="inverted_cdf")
+    metrics = {"rollout/tail_fraction": float(1.0 - usual / max(lengths.max(), 1))}
+    cut = np.array([sample in truncated for sample in scores], bool)
+    values = np.array([*scores.values()])
+    if cut.any() and not cut.all():
+        gap = values[~cut].mean() - values[cut].mean()
+        metrics["rollout/truncated_score_gap"] = float(gap)
+    if len(scores) > 1:
+        pairs = np.stack([values, [float(tokens[sample]) for sample in scores]])  # [2, samples]
+        _, group = np.unique([group for group, _ in scores], return_inverse=True)
+        counts = np.bincount(group)
+        means = np.stack([np.bincount(group, row) / counts for row in pairs])
+        pairs -= means[:, group]
+        norms = np.sqrt((pairs**2).sum(1))
+        if norms.all():
+            correlation = (pairs[0] * pairs[1]).sum() / norms.prod()
+            metrics["rollout/score_length_correlation"] = float(correlation)
+    return metrics
 
 
 def batch_metrics(

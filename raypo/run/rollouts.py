@@ -135,6 +135,7 @@ class Rollouts:
         if self._controller:
             counts, metrics = self._controller.accounts(batch)
             metrics |= batch_metrics(self._run, batch, counts, self._inputs.sampling, step=step)
+            metrics |= self._inputs.texts.metrics(batch.scored, step=step)
         return self._run.workers.broadcast(metrics)
 
     def settle(self) -> dict[str, float]:

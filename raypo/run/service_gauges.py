@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.config import OnlineConfig
 from raypo.metrics.process_memory import peak_memory
+from raypo.metrics.reduce import slowest
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.serving.engine import Engine
@@ -26,6 +27,8 @@ class EnginesLoad:
     _preemptions: int = 0
     _drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Numbers of drafted and accepted tokens of each engine at the last call."""
+    _stepped: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Busy seconds and steps of each engine at the last call."""
 
     def metrics(self, by_engine: Mapping[str, tuple[Load, LoadSummary]]) -> dict[str, float]:
         """Return `perf/engine_*` since the last call: requests, KV cache usage and idle seconds.
@@ -55,6 +58,7 @@ class EnginesLoad:
             ),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
+        metrics |= self._slowest({name: load for name, (load, _) in by_engine.items()})
         drafted = accepted = 0
         for name, (load, _) in by_engine.items():
             previous = self._drafts.get(name, (0, 0))
@@ -71,6 +75,20 @@ class EnginesLoad:
             metrics["perf/engine_idle_s"] = max(0.0, now - self._last_time - busy_s_per_engine)
         self._last_time, self._busy_s, self._preemptions = now, busy_s, preemptions
         return metrics
+
+    def _slowest(self, loads: Mapping[str, Load]) -> dict[str, float]:
+        """Return the slowest engine's index, and its seconds per step by the others' median."""
+        costs = []
+        for name, load in loads.items():
+            busy_s, steps = self._stepped.get(name, (0.0, 0))
+            if load.steps > steps:
+                costs.append((load.busy_s - busy_s) / (load.steps - steps))
+        is_whole = self._stepped.keys() == loads.keys() and len(costs) == len(loads) > 1
+        self._stepped = {name: (load.busy_s, load.steps) for name, load in loads.items()}
+        if not is_whole:  # an engine was idle, or (re)started
+            return {}
+        index, ratio = slowest(costs)
+        return {"perf/slowest_engine": float(index), "perf/slowest_engine_ratio": ratio}
 
 
 class ServiceGauges:

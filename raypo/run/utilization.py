@@ -9,12 +9,16 @@ from functools import partial
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, PPOConfig
 from raypo.learner.peak import peak_flops
+from raypo.metrics.reduce import slowest
 from raypo.models.flops import Lengths, forward_flops
 from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
 from raypo.rollout.step_batch import StepBatch
 from raypo.run.services import Services
-from raypo.types import Rollout
+from raypo.types import Experience, Rollout
+
+MIN_PASS_S = 0.05
+"""Seconds. Differences of shorter passes are chance."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,27 @@ def work_metrics(
         metrics["perf/mfu"] = total / (seconds["time/step_s"] * peak_flops)
         metrics["perf/peak_tflops"] = peak_flops / 1e12
     return metrics
+
+
+def slowest_worker(seconds: float, experience: Experience, workers: Workers) -> dict[str, float]:
+    """Return the slowest worker's rank, and its seconds per token divided by the others' median.
+
+    There are no metrics of one worker, or of passes too short to measure. With ZeRO-3 all workers
+    take the same time, because each layer's weights are gathered from all of them.
+
+    Args:
+        seconds: Seconds that this worker took for passes of its share in which no worker waits.
+        experience: This worker's share.
+        workers: The workers to compare.
+    """
+    if workers.count == 1:
+        return {}
+    tokens = experience.prompt_mask.sum() + experience.attention_mask.sum()
+    gathered = workers.gather((seconds, float(tokens)))
+    if min(took for took, _ in gathered) < MIN_PASS_S:
+        return {}
+    rank, ratio = slowest([took / max(count, 1.0) for took, count in gathered])
+    return {"perf/slowest_worker": float(rank), "perf/slowest_worker_ratio": ratio}
 
 
 def _lengths(scored: list[Rollout]) -> Lengths:

@@ -17,10 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from typing_extensions import override
 
+from raypo.health.rules import Watch
+from raypo.health.slowness import phase_seconds, slowness
 from raypo.metrics.catalogue import METRICS, Metric, before_and_after, label_of
 from raypo.metrics.clock import duration
 from raypo.storage.rollout_table import PART
-from raypo.tracking.warnings import Watch, phase_seconds
 
 _COLUMNS = [metric for metric in METRICS.values() if metric.line]
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -37,6 +38,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 MAX_PARTS = 4
 """Maximum number of named parts of the score in a step line. `reward/...` of metrics.jsonl has all.
 """
+SPEED_STEPS = 10
+"""Number of steps after which the console says what bounds them. It does so again at the end."""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 
@@ -67,6 +70,7 @@ class Console:
         is_plain = bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
         self._live = self._stream.isatty() and not is_plain
         self._view: LiveView | None = None
+        self._config = config or {}
         self._watch = Watch(config)
         self._num_steps = self._step = 0
         self._folder = ""
@@ -135,6 +139,8 @@ class Console:
         self.message(step_line(self._step, self._num_steps, metrics))
         for finding in self._watch.add(metrics):
             self.message(f"warning: {finding.text} {finding.remedy}")
+        if len(self._rows) == SPEED_STEPS and (why := slowness(self._rows, self._config)):
+            self.message(f"speed: {why.text}")
         if self._view is not None:
             self._view.step(self._step, metrics)
 
@@ -172,6 +178,8 @@ class Console:
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
         if learned:
             self.message(f"  {learned}")
+        if why := slowness(self._rows, self._config):
+            self.message(f"  speed: {why.text}")
         if status == "finished":
             self.message(f"  its page: raypo report {self._folder}")
 

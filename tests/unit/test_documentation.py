@@ -20,7 +20,7 @@ from raypo.config.base import read_yaml
 from raypo.config.fields import known_keys
 from raypo.config.migration import counterparts
 from raypo.config.sweep_config import SweepConfig
-from scripts import metrics_table, migration_tables
+from scripts import metrics_table, migration_tables, rules_table
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
     LANGUAGES,
@@ -53,6 +53,11 @@ def test_the_configuration_page_is_what_the_classes_say():
 def test_the_table_of_metrics_is_what_the_catalogue_says():
     text = metrics_table.PAGE.read_text()
     assert text == metrics_table.with_table(text), "Write it anew: make docs"
+
+
+def test_the_table_of_rules_is_what_their_docstrings_say():
+    text = rules_table.PAGE.read_text()
+    assert text == rules_table.with_table(text), "Write it anew: make docs"
 
 
 def test_the_tables_of_other_projects_keys_are_what_the_config_says():

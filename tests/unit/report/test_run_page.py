@@ -31,7 +31,7 @@ def test_the_page_says_in_words_how_the_run_went(run: Path):
         "for an interval)." in html
     )
     assert "Starting and ending took 2 min 23 s, the steps 24 s. " in html
-    assert "Most of the time of its steps went into update 50% and generate 30%." in html
+    assert "Speed: update bound, 50% of a step; learner.num_workers: 2" in html
     assert {"Score", "Score against KL", "Entropy", "Seconds by phase, all steps"} <= titles(html)
 
 

@@ -49,3 +49,21 @@ def test_the_share_of_drafted_tokens_that_were_accepted_since_the_last_call():
     started_again = looks.metrics({"a": told(drafted=30, accepted=9), "b": told(drafted=20)})
     looks = [look["perf/draft_acceptance"] for look in (first, second, started_again)]
     assert looks == pytest.approx([0.5, 0.2, 9 / 40])
+
+
+def test_the_slowest_engine_is_known_by_its_seconds_per_step():
+    load = EnginesLoad()
+
+    def after(*of_engines: tuple[float, int]) -> dict[str, float]:
+        return load.metrics(
+            {
+                f"engine:{number}": (Load(busy_s=busy_s, steps=steps), Stretch())
+                for number, (busy_s, steps) in enumerate(of_engines)
+            }
+        )
+
+    assert "perf/slowest_engine" not in after((1.0, 10), (1.0, 10), (1.0, 10))
+    metrics = after((2.0, 20), (4.0, 20), (3.0, 30))  # 0.1, 0.3 and 0.1 s per step
+    assert metrics["perf/slowest_engine"] == 1.0
+    assert metrics["perf/slowest_engine_ratio"] == pytest.approx(3.0)
+    assert "perf/slowest_engine" not in after((3.0, 30), (0.5, 5), (4.0, 40)), "one has restarted"

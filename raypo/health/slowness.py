@@ -1,0 +1,178 @@
+"""Why a run is slow: what bounds its steps, and the key that would change it most.
+
+Estimates assume that nothing else changes: phases that run side by side do not slow each other
+down, and phases that are split over more processes are split evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypo.health.rule import value_at
+from raypo.metrics.catalogue import Row
+
+MIN_STEPS = 3
+"""Fewest steps to judge, without the first one, which warms up."""
+MAX_STEPS = 50
+"""Most steps, the newest ones, whose seconds are summed."""
+MIN_STEP_S = 0.1
+"""Seconds. A shorter step is not slow."""
+TAIL_SHARE = 0.03
+"""Share of the responses, the longest ones, that count as the tail (`rollout/tail_fraction`)."""
+RARE_SHARE = 0.05
+"""Share of the time that evaluations and checkpoints should take at most."""
+REWARD_PROCESSES = 4
+
+_BOUNDS = {
+    "sampling": ("time/generate_s", "time/wait_for_rollouts_s"),
+    "scoring": ("time/score_s",),
+    "update": ("time/log_probs_s", "time/update_s"),
+    "push": ("time/push_weights_s",),
+    "evaluation": ("time/held_out_s",),
+    "checkpoint": ("time/checkpoint_s", "time/report_s"),
+    "callback": ("time/callbacks_s",),
+}
+"""Phases that a remedy changes together, by what they bound."""
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """What bounds a run's steps."""
+
+    bound: str
+    share: float
+    """Share of a step that it takes."""
+    ratio: float
+    """Estimated step time now, divided by that after the remedy; 1 if there is no estimate."""
+    changes: dict[str, Any]
+    """Keys and values of the remedy. Empty if no key helps."""
+    text: str
+    """One sentence with all of it."""
+
+
+def phase_seconds(row: Row) -> dict[str, float]:
+    """Return the seconds of a step by phase: all `time/` metrics except the step's total."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith("time/") and name != "time/step_s" and math.isfinite(value)
+    }
+
+
+def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the seconds of each phase, summed over all steps, in the order of the phases."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for name, value in phase_seconds(row).items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    return seconds
+
+
+def slowness(rows: Sequence[Row], config: Mapping[str, Any]) -> Slowness | None:
+    """Return what bounds the newest steps of a run. None if there are too few steps, or short ones.
+
+    Args:
+        rows: The run's metrics by step.
+        config: The resolved config.
+    """
+    rows = rows[1:][-MAX_STEPS:]
+    seconds = {name: value / len(rows) for name, value in seconds_by_phase(rows).items() if rows}
+    total = sum(seconds.values())
+    if len(rows) < MIN_STEPS or total < MIN_STEP_S:
+        return None
+    by_bound = {
+        bound: sum(seconds.get(name, 0.0) for name in names) for bound, names in _BOUNDS.items()
+    }
+    bound = max(by_bound, key=lambda name: by_bound[name])
+    share = by_bound[bound] / total
+    tail = _mean(rows, "rollout/tail_fraction") * seconds.get("time/generate_s", 0.0)
+    changes, ratio, how = _remedy(bound, by_bound, seconds, total, tail, config)
+    why = ""
+    if bound == "sampling" and tail > 0.1 * by_bound[bound]:
+        why = (
+            f": {tail / by_bound[bound]:.0%} of it waits for the longest {TAIL_SHARE:.0%} of "
+            "responses"
+        )
+    estimate = f", est. {ratio:.1f}x" if ratio > 1.0 else ""
+    sentence = f"{bound} bound, {share:.0%} of a step{why}; {how}{estimate}"
+    return Slowness(bound, share, ratio, changes, sentence)
+
+
+def _remedy(
+    bound: str,
+    by_bound: Mapping[str, float],
+    seconds: Mapping[str, float],
+    total: float,
+    tail: float,
+    config: Mapping[str, Any],
+) -> tuple[dict[str, Any], float, str]:
+    """Return the keys to change, the estimated ratio of step times, and both in words."""
+    if bound == "sampling":
+        return _sampling(by_bound, seconds, total, tail, config)
+    if bound == "scoring":
+        now = value_at(config, "reward.processes") or 0
+        later = max(REWARD_PROCESSES, 2 * now)
+        left = total - by_bound[bound] * (1.0 - max(now, 1) / later)
+        changes = {"reward.processes": later}
+        if value_at(config, "reward.function") is None:
+            return {}, 1.0, "give reward models or servers more devices"
+        return changes, total / left, f"reward.processes: {later} would split it"
+    if bound == "update":
+        epochs = value_at(config, "ppo.num_epochs") or 1
+        if epochs > 1:
+            left = total - seconds.get("time/update_s", 0.0) * (1.0 - 1.0 / epochs)
+            how = "ppo.num_epochs: 1 would read each sample once"
+            return {"ppo.num_epochs": 1}, total / left, how
+        workers = 2 * (value_at(config, "learner.num_workers") or 1)
+        left = total - by_bound[bound] / 2.0
+        how = f"learner.num_workers: {workers}, on as many devices, would halve it"
+        return {"learner.num_workers": workers}, total / left, how
+    if bound == "push":
+        prompts = value_at(config, "rollout.prompts_per_step")
+        later = 2 * prompts if prompts else None
+        changes = {"rollout.prompts_per_step": later} if later else {}
+        ratio = 2.0 * total / (2.0 * total - by_bound[bound])  # of the samples per second
+        return changes, ratio, f"rollout.prompts_per_step: {later} would push half as often"
+    if bound == "callback":
+        return {}, total / (total - by_bound[bound]), "make the callbacks faster"
+    key = "eval.every" if bound == "evaluation" else "checkpoint.every"
+    every = value_at(config, key) or 1
+    took = by_bound[bound]
+    # Its share of the time becomes RARE_SHARE: took * every / later = RARE_SHARE * (rest + it).
+    later = math.ceil(every * took * (1.0 - RARE_SHARE) / (RARE_SHARE * max(total - took, 1e-9)))
+    later = min(max(later, every + 1), max(value_at(config, "num_steps") or later, every + 1))
+    left = total - took * (1.0 - every / later)
+    return {key: later}, total / left, f"{key}: {later} would do it less often"
+
+
+def _sampling(
+    by_bound: Mapping[str, float],
+    seconds: Mapping[str, float],
+    total: float,
+    tail: float,
+    config: Mapping[str, Any],
+) -> tuple[dict[str, Any], float, str]:
+    mode = value_at(config, "rollout.mode") or "sync"
+    if mode == "sync":
+        sampled = by_bound["sampling"] + by_bound["scoring"]
+        left = max(sampled - tail, total - sampled)
+        changes = {"rollout.mode": "async", "placement.mode": "dedicated"}
+        is_apart = value_at(config, "placement.mode") == "dedicated"
+        where = "" if is_apart else ", with engines on devices of their own,"
+        return changes, total / left, f"rollout.mode: async{where} would hide it"
+    engines = value_at(config, "rollout.engine.count")
+    later = 2 * engines if isinstance(engines, int) else None
+    waited = seconds.get("time/wait_for_rollouts_s", 0.0)
+    # While the learner waits, the engines set the pace: a step takes as long as they need.
+    left = max(total / 2.0, total - waited)
+    changes = {"rollout.engine.count": later} if later else {}
+    how = f"rollout.engine.count: {later}" if later else "twice as many engines"
+    return changes, total / left, f"{how} would halve the wait"
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return sum(values) / len(values) if values else 0.0
