@@ -89,7 +89,7 @@ def _normalised(
         raise MessageError(f"{where}.role: a message must have a role, which is a text")
     plain: Message = without_nulls(message)
     calls = plain.pop("tool_calls", None)
-    content = plain.get("content")
+    content: Any = plain.get("content")
     if images is not None and _has_images(content):
         plain["content"] = _with_slots(where, content, images)
     else:

@@ -186,9 +186,10 @@ def source_of(value: Any, where: str) -> ImageSource:
         return value
     if isinstance(value, str | Path) and str(value):
         return str(value)
-    if hasattr(value, "save") and hasattr(value, "mode"):  # of PIL
+    picture: Any = value
+    if hasattr(picture, "save") and hasattr(picture, "mode"):  # of PIL
         file = io.BytesIO()
-        value.save(file, "PNG")
+        picture.save(file, "PNG")
         return file.getvalue()
     raise RowError(
         f"{where} has {type(value).__name__} there. An image is a path, a URI, the bytes of a file "

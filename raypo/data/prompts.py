@@ -160,7 +160,7 @@ def load_prompts(
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
             prompts.append(Slotted.of(prompt, row))
-            sources = tuple(str(image.source) for image in row.images)
+            sources = tuple(image.source for image in row.images)
             digests.append(hash((prompt.token_ids.tobytes(), sources)))
             if len(prompts) - sum(sizes) == most:
                 break

@@ -57,7 +57,7 @@ def test_the_slowest_engine_is_known_by_its_seconds_per_step():
     def after(*of_engines: tuple[float, int]) -> dict[str, float]:
         return load.metrics(
             {
-                f"engine:{number}": (Load(busy_s=busy_s, steps=steps), Stretch())
+                f"engine:{number}": (Load(busy_s=busy_s, steps=steps), LoadSummary())
                 for number, (busy_s, steps) in enumerate(of_engines)
             }
         )
