@@ -35,7 +35,7 @@ LONG_S = 600.0
 
 
 class Now:
-    folder, name = Path(), ""
+    folder, name, began = Path(), "", 0.0
 
 
 def is_due(phase: str) -> bool:
@@ -44,7 +44,8 @@ def is_due(phase: str) -> bool:
         return False
     record = Now.folder / "hung.txt"
     hung = record.read_text().splitlines() if record.exists() else []
-    if [phase] != PHASES[len(hung) :][:1]:
+    is_first = not hung or float(hung[-1].split()[1]) < Now.began  # of this attempt
+    if not is_first or [phase] != PHASES[len(hung) :][:1]:
         return False
     with record.open("a") as file:
         file.write(f"{phase} {time.time()}\n")
@@ -80,6 +81,7 @@ def note_run() -> None:
     def begin(self: Rollouts, *args: Any, **named: Any) -> Any:
         config = self._run.config
         Now.folder, Now.name = Path(config.model.policy).parent, config.name
+        Now.began = time.time()
         return own(self, *args, **named)
 
     Rollouts.begin = begin  # pyright: ignore[reportAttributeAccessIssue]
