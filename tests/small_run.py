@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,7 +126,6 @@ class TorchEngine:
     version: int = 0
     same_seeds: bool = False
     """True to sample the same response for all samples of a prompt."""
-    pushed: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     def push(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.model.load_state_dict(dict(weights), strict=False)
