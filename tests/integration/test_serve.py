@@ -132,7 +132,8 @@ def test_hostile_requests_leave_the_server_whole(base_url: str, client: Any):
         status = Target("endpoint", port).status(content)
         assert status is None or status >= 400 or is_fine(name, Target("endpoint", port)), name
     for name, content in hostile_requests(Target("endpoint", port, "wrong")).items():
-        assert Target("endpoint", port).status(content) in (None, 400, 401, 404, 431), name
+        status = Target("endpoint", port).status(content)
+        assert status is None or status >= 400, (name, status)
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
