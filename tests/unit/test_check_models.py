@@ -149,6 +149,13 @@ def test_prompts_with_images_that_a_model_could_not_read_are_refused(here: Path)
         "model.attention (sdpa)": {"model": {"attention": "sdpa"}},
         "model.freeze ([])": {"model": {"freeze": []}, "learner": {"num_workers": 2}},
         "model.reward (reward)": {"model": {"reward": "reward"}},
+        "rollout.engine.speculation.kind (ngram)": {
+            "rollout": {"engine": {"speculation": {"kind": "ngram"}}}
+        },
+        "placement.frozen.reference.backend (vllm)": {
+            "model": {"reference": "other"},
+            "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+        },
     }
     for key, changes in refused.items():
         with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
