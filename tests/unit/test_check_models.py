@@ -153,6 +153,13 @@ def test_prompts_with_images_that_a_model_could_not_read_are_refused(here: Path)
         "model.freeze ([])": {"model": {"freeze": []}, "learner": {"num_workers": 2}},
         "model.reward (reward)": {"model": {"reward": "reward"}},
         "learner.sequence_parallel (2)": {"learner": {"num_workers": 2, "sequence_parallel": 2}},
+        "rollout.engine.speculation.kind (ngram)": {
+            "rollout": {"engine": {"speculation": {"kind": "ngram"}}}
+        },
+        "placement.frozen.reference.backend (vllm)": {
+            "model": {"reference": "other"},
+            "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+        },
     }
     for key, changes in refused.items():
         with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
