@@ -45,7 +45,7 @@ def tiny_qwen_vl(folder: str | Path, *, seed: int = 0, hidden: int = 64, layers:
         chat_template=CHAT_TEMPLATE,
     )
     sizes: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
+    pixels: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes, **pixels),
         tokenizer=tokenizer,

@@ -42,16 +42,19 @@ def seconds_per_step(files: RunFiles) -> float:
 
 def compare(folder: Path, policy: Path, bound: str) -> tuple[Slowness, float]:
     """Return the sentence on a planted bottleneck, and the ratio that its remedy reaches."""
-    options = PLANTED[bound]
+    options: dict[str, Any] = PLANTED[bound]
     before = run_small(folder, policy, f"{bound}-before", num_steps=NUM_STEPS, **options)
     why = slowness(before.metrics(), before.config() or {})
     assert why is not None
     assert why.bound == bound, why.text
-    changed = {section: dict(keys) for section, keys in options.items() if isinstance(keys, dict)}
+    changed: dict[str, Any] = {
+        section: dict(keys) for section, keys in options.items() if isinstance(keys, dict)
+    }
     for key, value in why.changes.items():
         section, name = key.split(".")
         changed.setdefault(section, {})[name] = value
-    after = run_small(folder, policy, f"{bound}-after", num_steps=NUM_STEPS, **(options | changed))
+    options = options | changed
+    after = run_small(folder, policy, f"{bound}-after", num_steps=NUM_STEPS, **options)
     return why, seconds_per_step(before) / seconds_per_step(after)
 
 

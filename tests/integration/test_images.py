@@ -139,6 +139,7 @@ def test_ppo_with_a_critic_and_a_reference_runs_on_images(folder: Path):
     }
     result = PPOTrainer(PPOConfig.parse(values, origin="test")).fit()
     assert result.return_value == {"status": "finished", "step": 2}
+    assert result.metrics is not None
     assert result.metrics["mismatch/log_prob_gap_max"] < 1e-4
     assert result.metrics["ppo/value_loss"] > 0
     exported = Path(result.path, "policy")

@@ -47,7 +47,8 @@ def test_a_sampling_bound_run_is_told_what_its_tail_costs():
     ],
 )
 def test_what_a_remedy_leaves_of_a_step(slow: str, bound: str, changes: dict, left: float):
-    why = slowness(rows(**{slow: 14.0}), CONFIG)
+    seconds: dict[str, Any] = {slow: 14.0}
+    why = slowness(rows(**seconds), CONFIG)
     assert why is not None
     assert (why.bound, why.changes) == (bound, changes)
     assert why.ratio == pytest.approx(20 / left)
@@ -57,7 +58,8 @@ def test_what_a_remedy_leaves_of_a_step(slow: str, bound: str, changes: dict, le
     ("slow", "key"), [("held_out", "eval.every"), ("checkpoint", "checkpoint.every")]
 )
 def test_a_rare_phase_gets_a_twentieth_of_the_time(slow: str, key: str):
-    why = slowness(rows(**{slow: 14.0}), CONFIG)
+    seconds: dict[str, Any] = {slow: 14.0}
+    why = slowness(rows(**seconds), CONFIG)
     assert why is not None
     ((name, every),) = why.changes.items()
     assert name == key

@@ -316,8 +316,8 @@ class ThreadWorkers(Workers):
     def scatter(self, values: Sequence[Any]) -> Any:
         return self.broadcast(values)[self.rank]
 
-    def exchange(self, parcels: Sequence[Any]) -> list[Any]:
-        return [of_one[self.rank] for of_one in self.gather(list(parcels))]
+    def exchange(self, values: Sequence[Any]) -> list[Any]:
+        return [of_one[self.rank] for of_one in self.gather(list(values))]
 
     def sum(self, values: Tensor) -> Tensor:
         return torch.stack(self.gather(values)).sum(0)

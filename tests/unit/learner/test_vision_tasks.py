@@ -100,9 +100,10 @@ def test_both_responses_of_a_preference_see_the_images(policy: Any, recipe: str)
     task = task_of(recipe, policy)
     log_probs = task.log_probs(task.module, items_of(recipe), "cpu")
     for row, of_row in enumerate(log_probs):
-        arguments = rows(KIND, row)
+        arguments: dict[str, Any] = rows(KIND, row)
         for responses, log_prob in zip((arguments["responses"], [OTHER]), of_row, strict=True):
-            expected = separate_log_probs(policy, **arguments | {"responses": responses})
+            arguments["responses"] = responses
+            expected = separate_log_probs(policy, **arguments)
             assert log_prob == pytest.approx(float(expected.sum()), rel=1e-5)
 
 

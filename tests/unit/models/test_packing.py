@@ -315,7 +315,7 @@ def test_few_queries_at_a_time_see_what_all_at_once_see(
     monkeypatch.setattr(packed_attention, "QUERIES", 10)
     attend = packed_attention.scaled_dot_product_attention
 
-    def recorded(*tensors: Tensor, **more: Any) -> Tensor:
+    def recorded(*tensors: Any, **more: Any) -> Tensor:
         masks.append(more["attn_mask"].numel())
         return attend(*tensors, **more)
 

@@ -33,7 +33,7 @@ def loaded(folder: Path, sums: list[tuple[int, int]], tokenizer, *, shift: int =
     path = folder / f"{len(sums)}-{shift}.jsonl"
     rows = [{"prompt": f"{a}+{b}=", "label": c} for (a, b), c in zip(sums, labels, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_prompts(DataSection(prompts=str(path), label_key="label"), tokenizer)
+    return load_prompts(DataSection(prompts=(str(path),), label_key="label"), tokenizer)
 
 
 def answers(of: LoadedPrompts, responses: list[str], tokenizer) -> list[Rollout]:
@@ -142,10 +142,11 @@ def test_the_slowest_worker_is_compared_with_the_median_of_the_others(tokenizer,
     def measured(workers: Workers) -> dict[str, float]:
         return slowest_worker(0.3 if workers.rank == 2 else 0.1, experience, workers)
 
-    for metrics in on_workers(3, measured):
+    measured_on_all = on_workers(3, measured)
+    for metrics in measured_on_all:
         assert metrics["perf/slowest_worker"] == 2.0
         assert metrics["perf/slowest_worker_ratio"] == pytest.approx(3.0)
-    rows = [{"step": step, **metrics} for step in range(1, 6)]
+    rows = [{"step": step, **measured_on_all[0]} for step in range(1, 6)]
     (finding,) = findings(rows)
     assert (finding.rule, finding.step) == ("straggler", 5)
     assert "learner worker 2 is 3.0 times as slow" in finding.text

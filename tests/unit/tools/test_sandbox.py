@@ -355,7 +355,7 @@ def test_no_more_run_at_a_time_than_may():
         return time.monotonic() - begin
 
     assert asyncio.run(timed()) > 1.2
-    assert not sandbox._lines  # nor is the event loop kept
+    assert not sandbox._pollers  # nor is the event loop kept
 
 
 def test_no_more_run_at_a_time_than_may_where_plain_methods_have_event_loops_of_their_own():
