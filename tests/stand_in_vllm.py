@@ -186,7 +186,7 @@ def in_place_of_vllm(**options: Any) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "start_llm", start)
-        patch.setattr(vllm_loop, "sampling_params", lambda request: request)
+        patch.setattr(vllm_loop, "sampling_params", lambda request, placeholder_id: request)
         interface = SimpleNamespace(PauseState=Pause)
         patch.setitem(sys.modules, "vllm.v1.core.sched.interface", interface)
         yield

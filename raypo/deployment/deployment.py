@@ -56,7 +56,7 @@ def start_deployment(
             cls,
             f"{deployment.name}:{index}",
             options=_options(deployment, placement),
-            kwargs={"made_from": [spec_ref], "index": index},
+            kwargs={"spec_ref": [spec_ref], "index": index},
         )
         actors.append(actor)
         if one_at_a_time:  # a failed start raises in the first call to the replica, not here

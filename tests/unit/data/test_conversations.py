@@ -58,7 +58,8 @@ def test_both_ways_to_tell_agree_to_the_token(tmp_path, tokenizer):
     for template in (WITH_END, others_end):
         tokenizer.chat_template = template
         (example,) = loaded(tmp_path, tokenizer, CHAT)
-        examples.append([each.tolist() for each in vars(example).values()])
+        arrays = (example.prompt_ids, example.response_ids, example.mask)
+        examples.append([array.tolist() for array in arrays])
     assert examples[0] == examples[1]
 
 

@@ -112,7 +112,7 @@ def test_a_rows_mask_counts_for_its_messages(tmp_path, chat):
         ({"messages": talk(weight=1, train=False)}, "weight, train contradict each other"),
         ({"messages": talk(), "loss_mask": [0, 1]}, "has [0, 1] in its column loss_mask"),
         ({"messages": talk(), "loss_mask": [1, 1, 0, 1]}, "on a message of the role user"),
-        ({"messages": talk(), "images": ["cat.png"]}, "has images, but raypo trains on texts"),
+        ({"messages": talk(), "images": ["cat.png"]}, "has images, which the policy would not get"),
         ({"messages": talk(), "system": "Hi", "chat_template_kwargs": 1}, "has 1 in its column"),
     ],
     ids=str,

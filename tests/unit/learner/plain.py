@@ -266,10 +266,11 @@ def one_step(
         clock=Clock(),
     )
     models: Any = learner
+    computed = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
     return Outcome(
         batch,
         experience,
-        batch.metrics | metrics,
+        batch.metrics | computed,
         state,
         models._policy.gradients if roles.trains_policy else [],
         models._critic.gradients if models._critic else [],
