@@ -55,15 +55,24 @@ def on_loopback() -> Iterator[None]:
 
     Ray does so on macOS and Windows. Elsewhere its ports, which can run code, are open to the
     network, and `ray.init` has no argument against it.
+
+    Ray's processes inherit the environment variable of the same meaning, and so do their children:
+    without it, a program that joins this Ray would look for it at the machine's address in the
+    network.
     """
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(name)
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        if variable is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = variable
 
 
 def readiness(actor: ActorHandle) -> Any:

@@ -1,7 +1,7 @@
 """Small runs with a planted sickness, and healthy ones of many recipes and seeds.
 
-What they measured is in health_runs.json.gz, which unit tests read. To record them again, all or
-some, on a machine with nothing else to do:
+What the sick ones and one of the healthy ones measured is in health_runs.json.gz, which unit tests
+read. To record them again, all or some, on a machine with nothing else to do:
 
     python -m tests.health_runs [NAME...]
 """

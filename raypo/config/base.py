@@ -141,7 +141,8 @@ class RunFile(Config):
                 yield (
                     f"{key}: has a password or key, which the run's files would show. Remove it "
                     "here, and set the environment variable that its storage or service reads "
-                    "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, RAYPO_REWARD_TOKEN, ...)."
+                    "(AWS_SECRET_ACCESS_KEY, HF_TOKEN, RAYPO_REWARD_TOKEN, ...). In your own "
+                    "code, read it from the environment."
                 )
 
     @property

@@ -53,7 +53,8 @@ class LoadedPrompts:
     """Token ids of the prompt that contains the largest token id, int32 [P]."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Hash of each prompt's token ids, int64. Equal prompts have equal hashes in a process."""
+    """Hash of each prompt's token ids, images and label, int64. Equal ones have equal hashes in a
+    process. The label counts because rows with the same prompt and other labels are no copies."""
 
     def notes(self, key: str) -> list[str]:
         """Return one line for each reason why prompts of a config key were skipped."""
@@ -161,7 +162,7 @@ def load_prompts(
             highest = max(highest, prompt.token_ids, key=np.max)
             prompts.append(Slotted.of(prompt, row))
             sources = tuple(image.source for image in row.images)
-            digests.append(hash((prompt.token_ids.tobytes(), sources)))
+            digests.append(hash((prompt.token_ids.tobytes(), sources, repr(prompt.label))))
             if len(prompts) - sum(sizes) == most:
                 break
         sizes.append(len(prompts) - sum(sizes))

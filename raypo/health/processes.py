@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from raypo.health.rule import History, Rule, Words, rule, value_at
+from raypo.health.rule import ROUNDS, History, Rule, Words, rule, value_at
 
 LEAK_STEPS, LEAK_RECORDS, MIN_LEAK = 20, 15, 0.1
 MAX_RATIO, STRAGGLER_STEPS = 1.5, 5
@@ -18,8 +18,11 @@ MAX_SCORING, MIN_SCORING_S, SCORING_STEPS = 0.3, 1.0, 5
 @rule(LEAK_STEPS + 11)
 def memory_leak(history: History, config: Mapping[str, Any]) -> Words:
     """After the first 10 steps, the peak memory of a role (`perf/memory_<role>_gb` or its GPU
-    memory) is a new record in at least 15 of 20 steps, and grows by 10 % over them. Of 20 equally
-    distributed peaks after 10 others, 1.1 are records."""
+    memory) is a new record in at least 15 of 20 steps, and grows by 10 % over them and by a larger
+    share than the responses (`rollout/response_tokens_mean`). Of 20 equally distributed peaks after
+    10 others, 1.1 are records."""
+    lengths = history.newest("rollout/response_tokens_mean", LEAK_STEPS + 1)
+    longer = sum(lengths[-5:]) / max(sum(lengths[:5]), 1e-9) - 1.0 if lengths else 0.0
     for name in sorted(history.last):
         match = re.fullmatch(r"perf/(gpu_)?memory_(.+)_gb", name)
         peaks = history.newest(name, LEAK_STEPS + 11)[10:] if match else []
@@ -27,7 +30,7 @@ def memory_leak(history: History, config: Mapping[str, Any]) -> Words:
             continue
         records = sum(after > before for before, after in pairwise(peaks))
         grown = peaks[-1] - peaks[0]
-        if records >= LEAK_RECORDS and grown > MIN_LEAK * peaks[0]:
+        if records >= LEAK_RECORDS and grown > max(MIN_LEAK, longer) * peaks[0]:
             kind = "GPU memory" if match[1] else "memory"
             return (
                 f"the {kind} of {match[2].replace('_', ' ')} grows by "
@@ -67,12 +70,22 @@ def slow_reward(history: History, config: Mapping[str, Any]) -> Words:
         return None
     if sum(took) / SCORING_STEPS < MIN_SCORING_S:
         return None
-    is_pooled = bool(value_at(config, "reward.processes"))
+    remedies = []
+    others = ("reward.url", "reward.judge", "model.reward")
+    # A function that is given in Python is not in the config.
+    if value_at(config, "reward.function") or not any(value_at(config, key) for key in others):
+        is_pooled = bool(value_at(config, "reward.processes"))
+        remedies.append(f"{'raise' if is_pooled else 'set'} reward.processes")
+        remedies.append("batch the calls of reward.function")
+    else:
+        remedies.append("give reward models, judges or reward servers more devices")
+    if value_at(config, "recipe") not in ROUNDS and value_at(config, "rollout.mode") != "async":
+        remedies.append("score while the learner updates (rollout.mode: async)")
+    remedy = ", or ".join(remedies)
     return (
         f"scoring takes {sum(took) / sum(steps):.0%} of a step ({took[-1]:.1f} s), while engines "
         "and learner wait.",
-        f"{'Raise reward.processes' if is_pooled else 'Set reward.processes'}, batch the calls of "
-        "reward.function, or score while the learner updates (rollout.mode: async).",
+        f"{remedy[0].upper()}{remedy[1:]}.",
     )
 
 

@@ -16,6 +16,10 @@ from raypo.metrics.catalogue import Row
 
 PATIENCE = 3
 """Consecutive steps for which most conditions must hold, so that one outlier is ignored."""
+PROMPTS_PER_STEP = "rollout.prompts_per_step"
+"""Key by which rules know how much of a mean score is chance."""
+ROUNDS = ("rejection_sampling", "iterative_dpo", "distillation")
+"""Recipes that sample in rounds: they refuse every `rollout.mode` but sync."""
 
 
 class History:
@@ -46,7 +50,7 @@ class History:
         return [value] if math.isfinite(value) else []
 
     def newest(self, name: str, count: int = PATIENCE) -> list[float]:
-        """Return a metric's last values.
+        """Return a metric's last values. Steps without the metric may lie between them.
 
         The list is empty if there are fewer values, or if the newest step lacks the metric.
         """

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypo.health.rule import value_at
+from raypo.health.rule import ROUNDS, value_at
 from raypo.metrics.catalogue import Row
 
 MIN_STEPS = 3
@@ -25,6 +25,8 @@ TAIL_SHARE = 0.03
 RARE_SHARE = 0.05
 """Share of the time that evaluations and checkpoints should take at most."""
 REWARD_PROCESSES = 4
+MIN_RATIO = 1.05
+"""Smallest ratio of step times that is shown as an estimate."""
 
 _BOUNDS = {
     "sampling": ("time/generate_s", "time/wait_for_rollouts_s"),
@@ -32,7 +34,7 @@ _BOUNDS = {
     "update": ("time/log_probs_s", "time/update_s"),
     "push": ("time/push_weights_s",),
     "evaluation": ("time/held_out_s",),
-    "checkpoint": ("time/checkpoint_s", "time/report_s"),
+    "checkpoint": ("time/checkpoint_s",),
     "callback": ("time/callbacks_s",),
 }
 """Phases that a remedy changes together, by what they bound."""
@@ -96,7 +98,7 @@ def slowness(rows: Sequence[Row], config: Mapping[str, Any]) -> Slowness | None:
             f": {tail / by_bound[bound]:.0%} of it waits for the longest {TAIL_SHARE:.0%} of "
             "responses"
         )
-    estimate = f", est. {ratio:.1f}x" if ratio > 1.0 else ""
+    estimate = f", est. {ratio:.1f}x" if ratio >= MIN_RATIO else ""
     sentence = f"{bound} bound, {share:.0%} of a step{why}; {how}{estimate}"
     return Slowness(bound, share, ratio, changes, sentence)
 
@@ -118,7 +120,7 @@ def _remedy(
         left = total - by_bound[bound] * (1.0 - max(now, 1) / later)
         changes = {"reward.processes": later}
         if value_at(config, "reward.function") is None:
-            return {}, 1.0, "give reward models or servers more devices"
+            return {}, 1.0, "give reward models, judges or reward servers more devices"
         return changes, total / left, f"reward.processes: {later} would split it"
     if bound == "update":
         epochs = value_at(config, "ppo.num_epochs") or 1
@@ -140,10 +142,12 @@ def _remedy(
         return {}, total / (total - by_bound[bound]), "make the callbacks faster"
     key = "eval.every" if bound == "evaluation" else "checkpoint.every"
     every = value_at(config, key) or 1
-    took = by_bound[bound]
+    took, num_steps = by_bound[bound], value_at(config, "num_steps")
+    if num_steps and every >= num_steps:
+        return {}, 1.0, f"{key} is as rare as it can be, because the last step has one in any case"
     # Its share of the time becomes RARE_SHARE: took * every / later = RARE_SHARE * (rest + it).
     later = math.ceil(every * took * (1.0 - RARE_SHARE) / (RARE_SHARE * max(total - took, 1e-9)))
-    later = min(max(later, every + 1), max(value_at(config, "num_steps") or later, every + 1))
+    later = min(max(later, every + 1), num_steps or later)
     left = total - took * (1.0 - every / later)
     return {key: later}, total / left, f"{key}: {later} would do it less often"
 
@@ -156,7 +160,7 @@ def _sampling(
     config: Mapping[str, Any],
 ) -> tuple[dict[str, Any], float, str]:
     mode = value_at(config, "rollout.mode") or "sync"
-    if mode == "sync":
+    if mode == "sync" and value_at(config, "recipe") not in ROUNDS:
         sampled = by_bound["sampling"] + by_bound["scoring"]
         left = max(sampled - tail, total - sampled)
         changes = {"rollout.mode": "async", "placement.mode": "dedicated"}
@@ -166,11 +170,15 @@ def _sampling(
     engines = value_at(config, "rollout.engine.count")
     later = 2 * engines if isinstance(engines, int) else None
     waited = seconds.get("time/wait_for_rollouts_s", 0.0)
-    # While the learner waits, the engines set the pace: a step takes as long as they need.
-    left = max(total / 2.0, total - waited)
+    if mode == "sync":
+        left = total - by_bound["sampling"] / 2.0
+    else:
+        # While the learner waits, the engines set the pace: a step takes as long as they need.
+        left = max(total / 2.0, total - waited)
     changes = {"rollout.engine.count": later} if later else {}
     how = f"rollout.engine.count: {later}" if later else "twice as many engines"
-    return changes, total / left, f"{how} would halve the wait"
+    what = "it" if mode == "sync" else "the wait"
+    return changes, total / left, f"{how} would halve {what}"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

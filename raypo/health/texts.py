@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raypo.health.rule import PATIENCE, History, Rule, Words, rule, value_at
+from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, History, Rule, Words, rule, value_at
 
 MAX_TRUNCATED = 0.25
 """Limit as a share of responses. A policy that ends its answers stays below it, even early on."""
@@ -39,7 +39,8 @@ def constant_reward(history: History, config: Mapping[str, Any]) -> Words:
 @rule(LABEL_STEPS)
 def shifted_labels(history: History, config: Mapping[str, Any]) -> Words:
     """Over the last 5 steps, more responses contain the label of the row before or after their
-    prompt's than their own, by more than 3 standard errors."""
+    prompt's than their own, by more than 3 standard errors. Rows whose prompt contains one of these
+    labels do not count."""
     for which in ("previous", "next"):
         names = f"rollout/{which}_label_fraction", "rollout/own_label_fraction"
         other, own = (history.newest(name, LABEL_STEPS) for name in names)
@@ -63,7 +64,8 @@ def shifted_labels(history: History, config: Mapping[str, Any]) -> Words:
 
 @rule(1)
 def duplicated_prompts(history: History, config: Mapping[str, Any]) -> Words:
-    """More than 10 % of the rows of `data.prompts` repeat the prompt of an earlier row."""
+    """More than 10 % of the rows of `data.prompts` repeat the prompt and label of an earlier row.
+    Prompts of episodes are not compared, because their tasks may lie in other columns."""
     share = history.first.get("data/duplicate_fraction", 0.0)
     if share <= MAX_DUPLICATES or history.num_steps > 1:
         return None
@@ -76,7 +78,8 @@ def duplicated_prompts(history: History, config: Mapping[str, Any]) -> Words:
 
 @rule(1)
 def held_out_in_training(history: History, config: Mapping[str, Any]) -> Words:
-    """More than 1 % of the held-out prompts are also training prompts."""
+    """More than 1 % of the held-out prompts are also training prompts, with the same label. Prompts
+    of episodes are not compared."""
     share = history.first.get("data/held_out_overlap", 0.0)
     if share <= MAX_OVERLAP or history.num_steps > 1:
         return None
@@ -90,7 +93,7 @@ def held_out_in_training(history: History, config: Mapping[str, Any]) -> Words:
 @rule()
 def wrong_template(history: History, config: Mapping[str, Any]) -> Words:
     """In 3 steps in a row, more than 5 % of the responses contain the header with which the chat
-    template begins an answer: the policy opens the turn itself."""
+    template begins an answer, in what the policy wrote itself: it opens the turn."""
     shares = history.newest("rollout/turn_header_fraction")
     if not shares or min(shares) <= MAX_HEADERS:
         return None
@@ -104,8 +107,11 @@ def wrong_template(history: History, config: Mapping[str, Any]) -> Words:
 
 @rule(2 * PATIENCE)
 def end_never_learned(history: History, config: Mapping[str, Any]) -> Words:
-    """In each of the first 6 steps, and in all later ones, more than 95 % of the responses are cut
-    off at their maximum length."""
+    """In a run with labels (`data.label_key`), in each of the first 6 steps and in all later ones,
+    more than 95 % of the responses are cut off at their maximum length. Without labels, a reward
+    function may judge openings of texts."""
+    if "data" in config and value_at(config, "data.label_key") is None:
+        return None
     shares = history.values("rollout/truncated_fraction")
     if len(shares) < 2 * PATIENCE or min(shares) <= NO_END:
         return None
@@ -213,12 +219,14 @@ def reward_gamed(history: History, config: Mapping[str, Any]) -> Words:
 def policy_dies(history: History, config: Mapping[str, Any]) -> Words:
     """In 2 evaluations in a row (without an evaluation at the start: 3 training scores), the score
     is below that before the first update by half the scores' standard deviation, or in 1 evaluation
-    by 0.9 of it."""
-    name, label, patience = "eval/score_mean", "held-out", 2
+    by 0.9 of it. Training scores of fewer than 16 prompts per step: by more, because chance moves
+    their mean further, twice the standard deviation by the root of the number of prompts."""
+    name, label, patience, limit = "eval/score_mean", "held-out", 2, 0.5
     start = history.at_start("eval/initial_score_mean")
     if not start:  # no evaluation at the start: step 1 samples before any update
         name, label, patience = "rollout/score_mean", "training", PATIENCE
         start = history.at_start(name) if history.first.get("step") == 1 else []
+        limit = max(limit, 2.0 / math.sqrt(value_at(config, PROMPTS_PER_STEP) or math.inf))
     last = history.values(name)[-patience:]
     if not start or not last or name not in history.last:
         return None
@@ -226,7 +234,7 @@ def policy_dies(history: History, config: Mapping[str, Any]) -> Words:
     if min(last) >= 0.0 and start[0] <= 1.0:  # the largest std of scores in [0, 1]
         spread = min(spread, math.sqrt(max(start[0] * (1.0 - start[0]), 0.0)))
     falls = [start[0] - value for value in last]
-    is_lasting = len(falls) == patience and min(falls) > 0.5 * spread
+    is_lasting = len(falls) == patience and min(falls) > limit * spread
     is_total = name.startswith("eval/") and falls[-1] > 0.9 * spread
     if not 0.0 < spread < math.inf or not (is_lasting or is_total):
         return None

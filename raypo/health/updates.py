@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
-from raypo.health.rule import PATIENCE, History, Rule, Words, rule, value_at
+from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, History, Rule, Words, rule, value_at
 
 MAX_KL_PER_TOKEN = 0.5
 """Limit in nats. Beyond this KL, the reference's likelihoods say little about the responses."""
@@ -26,6 +27,7 @@ sqrt(KL / 2) = 0.022."""
 MIN_UPDATES_STEPS = 20
 MAX_ZERO_VARIANCE = 0.6
 MIN_EXPLAINED = 0.02
+MIN_GROUPS = 24
 CRITIC_STEPS = 10
 
 
@@ -68,10 +70,12 @@ def engine_mismatch(history: History, config: Mapping[str, Any]) -> Words:
 
 @rule()
 def off_policy_drift(history: History, config: Mapping[str, Any]) -> Words:
-    """In 3 steps in a row with staleness, `mismatch/kl` is above half the square of
-    `ppo.clip_low`: a usual token's ratio leaves the clip range before its first update."""
+    """In 3 steps in a row with staleness, `mismatch/kl` is above half the square of `ppo.clip_low`
+    (of 0.2 with a `ppo.policy_loss` that does not clip the ratio of single tokens): a usual token's
+    ratio leaves the clip range before its first update."""
     gaps, ages = history.newest("mismatch/kl"), history.newest("rollout/staleness_mean")
-    clip = value_at(config, "ppo.clip_low") or 0.2
+    clips_tokens = value_at(config, "ppo.policy_loss") in (None, "ppo", "clip_cov")
+    clip = (clips_tokens and value_at(config, "ppo.clip_low")) or 0.2
     # Of a small KL, the log-ratio's standard deviation is sqrt(2 * KL).
     if not gaps or not ages or not min(ages) or min(gaps) <= clip**2 / 2:
         return None
@@ -130,16 +134,18 @@ def learning_rate_high(history: History, config: Mapping[str, Any]) -> Words:
 def learning_rate_low(history: History, config: Mapping[str, Any]) -> Words:
     """After 20 steps with an update at the largest learning rate so far, `kl/ref_response_mean` has
     stayed below 0.001 nats in the last 10: no score in [0, 1] can have moved by more than 0.022."""
-    rates = history.values("ppo/policy_learning_rate")
-    warm = sum(rate >= 0.9 * max(rates) and rate > 0.0 for rate in rates)
-    # Steps without a gradient have another cause.
-    moving = [norm for norm in history.newest("ppo/policy_grad_norm", 10) if norm > 0.0]
+    # The drift is tested first, because the learning rates of all steps take longer to read.
     drift = history.newest("kl/ref_response_mean", 10)
     start = history.first.get("kl/ref_response_mean", 0.0)
-    if warm < MIN_UPDATES_STEPS or not moving or not drift:
+    far = max((abs(value - start) for value in drift), default=math.inf)
+    # Steps without a gradient have another cause.
+    moving = [norm for norm in history.newest("ppo/policy_grad_norm", 10) if norm > 0.0]
+    if far >= MIN_KL_PER_RESPONSE or not moving:
         return None
-    far = max(abs(value - start) for value in drift)
-    if far >= MIN_KL_PER_RESPONSE:
+    rates = history.values("ppo/policy_learning_rate")
+    peak = 0.9 * max(rates, default=0.0)
+    warm = sum(rate >= peak and rate > 0.0 for rate in rates)
+    if warm < MIN_UPDATES_STEPS:
         return None
     return (
         f"after {warm} updates the policy is at most {far:.1g} nats per response away from "
@@ -152,11 +158,19 @@ def learning_rate_low(history: History, config: Mapping[str, Any]) -> Words:
 @rule()
 def entropy_collapse(history: History, config: Mapping[str, Any]) -> Words:
     """In 3 steps in a row, and in the sixth or later, `ppo/entropy` is below a tenth of its first
-    value, while the scores still spread by a quarter of what they did."""
+    value, while the scores still spread by a quarter of what they did, and their mean has gained
+    less than two thirds of what it could (of scores outside of [0, 1]: than two standard
+    deviations)."""
     entropy, spread = history.values("ppo/entropy"), history.values("rollout/score_std")
     if len(entropy) < 2 * PATIENCE or entropy[0] <= 0:
         return None
     is_solved = bool(spread) and max(spread[-PATIENCE:]) < 0.25 * spread[0]
+    scores = history.values("rollout/score_mean")
+    if spread and len(scores) >= 2 * PATIENCE:
+        start, now = (sum(part) / PATIENCE for part in (scores[:PATIENCE], scores[-PATIENCE:]))
+        is_share = min(scores) >= 0.0 and max(scores) <= 1.0
+        much = (1.0 - start) / 1.5 if is_share else 2.0 * max(spread[:PATIENCE])
+        is_solved |= now - start >= much > 0.0
     if max(entropy[-PATIENCE:]) < 0.1 * entropy[0] and not is_solved:
         return (
             f"entropy fell from {entropy[0]:.2f} to {entropy[-1]:.3f} nats per token: the samples "
@@ -185,9 +199,14 @@ def blind_critic(history: History, config: Mapping[str, Any]) -> Words:
 
 @rule()
 def no_advantage(history: History, config: Mapping[str, Any]) -> Words:
-    """In 3 steps in a row, every advantage is 0 (`ppo/advantage_abs_mean`), though the scores
-    differ."""
-    sizes, spread = history.newest("ppo/advantage_abs_mean"), history.newest("rollout/score_std")
+    """In 3 steps in a row, and in as many as draw 24 prompts, every advantage is 0
+    (`ppo/advantage_abs_mean`), though the scores differ."""
+    # By chance, the few groups of small steps often have equal scores.
+    per_step = value_at(config, PROMPTS_PER_STEP) or MIN_GROUPS
+    count = max(PATIENCE, math.ceil(MIN_GROUPS / per_step))
+    sizes, spread = (
+        history.newest(name, count) for name in ("ppo/advantage_abs_mean", "rollout/score_std")
+    )
     if not sizes or not spread or max(sizes) > 1e-8 or min(spread) == 0.0:
         return None
     return (

@@ -302,13 +302,15 @@ MEANINGS = {
     "rollout/tail_fraction": "share of the longest response by which it exceeds all but the "
     "longest 3 %",
     "rollout/score_length_correlation": "correlation of score and length within groups",
-    "rollout/turn_header_fraction": "share of responses that contain the header with which the "
-    "chat template begins an answer",
+    "rollout/turn_header_fraction": "share of responses in which the policy itself wrote the "
+    "header with which the chat template begins an answer",
     "rollout/own_label_fraction": "share of responses that end with their row's label, among rows "
-    "whose neighbours have other labels; also `previous_label_fraction` and `next_label_fraction`, "
-    "of the neighbours' labels",
-    "data/duplicate_fraction": "share of the training prompts that repeat an earlier one",
-    "data/held_out_overlap": "share of the held-out prompts that are also training prompts",
+    "whose neighbours have other labels and whose prompt has none of the three; also "
+    "`previous_label_fraction` and `next_label_fraction`, of the neighbours' labels",
+    "data/duplicate_fraction": "share of the training prompts that repeat an earlier one "
+    "and its label; not of episodes",
+    "data/held_out_overlap": "share of the held-out prompts that are also training prompts "
+    "with the same label; not of episodes",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
     "rollout/staleness_mean": "weight versions between a response and the update that trains it: "

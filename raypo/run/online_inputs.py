@@ -97,7 +97,9 @@ class RolloutInputs:
         return cls(
             source=PromptSource(stream, config.rollout.samples_per_prompt),
             held_out=eval_prompts.prompts if eval_prompts else [],
-            texts=TextMetrics.of(loaded_prompts, eval_prompts, tokenizer),
+            texts=TextMetrics.of(
+                loaded_prompts, eval_prompts, tokenizer, is_episodic=bool(episodes)
+            ),
             reward_function=reward_function,
             reward_servers=open_servers(config.reward),
             eval_function=eval_function,

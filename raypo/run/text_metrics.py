@@ -31,27 +31,42 @@ class TextMetrics:
 
     @classmethod
     def of(
-        cls, loaded: LoadedPrompts, held_out: LoadedPrompts | None, tokenizer: Any
+        cls,
+        loaded: LoadedPrompts,
+        held_out: LoadedPrompts | None,
+        tokenizer: Any,
+        *,
+        is_episodic: bool = False,
     ) -> TextMetrics:
-        """Compare all training prompts with each other, and with the held-out ones."""
+        """Compare all training prompts with each other, and with the held-out ones.
+
+        Prompts of episodes are not compared: environments and agents read other columns of a row as
+        well, so that rows with the same prompt can be different tasks.
+        """
+        header = turn_header(tokenizer)
+        if is_episodic:
+            return cls(loaded.prompts, {}, header)
         distinct = np.unique(loaded.digests)
         of_data = {"data/duplicate_fraction": 1.0 - len(distinct) / len(loaded.digests)}
         if held_out:
             of_data["data/held_out_overlap"] = float(np.isin(held_out.digests, distinct).mean())
-        return cls(loaded.prompts, of_data, turn_header(tokenizer))
+        return cls(loaded.prompts, of_data, header)
 
     def metrics(self, scored: Sequence[Rollout], *, step: int) -> dict[str, float]:
         """Return the metrics of a step's samples.
 
         `own_label_fraction` is the share of the responses whose end contains their label, and
         `previous_label_fraction` and `next_label_fraction` that of the label of the row before and
-        after their prompt's. Rows whose neighbours have the same label are left out.
+        after their prompt's. Rows whose neighbours have the same label are left out, and rows whose
+        prompt contains one of the three, which a response may repeat.
         """
         means = WeightedMeans()
         samples, labels = samples_of(list(scored)), dict[int, list[str] | None]()
         for rollout in samples:
             if self.header is not None:
-                has_header = _contains(rollout.response_ids, self.header)
+                # The text between two turns, which the policy did not write, contains the header.
+                own = np.where(rollout.response_mask, rollout.response_ids, -1)
+                has_header = _contains(own, self.header)
                 means.add("rollout/turn_header_fraction", has_header, 1)
             index = rollout.prompt_index
             if index not in labels:
@@ -59,7 +74,7 @@ class TextMetrics:
             if around := labels[index]:
                 ending = rollout.response[-MAX_ENDING:]
                 for which, label in zip(("previous", "own", "next"), around, strict=True):
-                    has_label = re.search(rf"(?<!\w){re.escape(label)}(?!\w)", ending) is not None
+                    has_label = _has_word(ending, label)
                     means.add(f"rollout/{which}_label_fraction", has_label, 1)
         draws = {rollout.group_index for rollout in samples if labels[rollout.prompt_index]}
         if draws:
@@ -69,7 +84,8 @@ class TextMetrics:
     def _labels_around(self, index: int) -> list[str] | None:
         """Return the labels of the row before, the row itself and the row after.
 
-        The result is None if one of them is missing or no short text, or if they are not distinct.
+        The result is None if one of them is missing, no short text or in the row's prompt, or if
+        they are not distinct.
         """
         middle = bisect_left(self.prompts, index, key=lambda prompt: prompt.index)
         near = self.prompts[max(middle - 1, 0) : middle + 2]
@@ -78,7 +94,13 @@ class TextMetrics:
             return None
         texts = [str(label).strip() for label in labels if isinstance(label, str | int | float)]
         is_short = len(texts) == 3 and all(0 < len(text) <= MAX_LABEL for text in texts)
-        return texts if is_short and texts[1] not in (texts[0], texts[2]) else None
+        if not is_short or texts[1] in (texts[0], texts[2]):
+            return None
+        return None if any(_has_word(near[1].text, text) for text in texts) else texts
+
+
+def _has_word(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
 
 
 def turn_header(tokenizer: Any) -> np.ndarray | None:

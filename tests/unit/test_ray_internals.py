@@ -3,7 +3,10 @@
 import ast
 import inspect
 import logging
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +17,7 @@ import cloudpickle
 import pytest
 from ray import tune
 from ray._private import worker
+from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.core.generated import gcs_service_pb2
@@ -51,6 +55,7 @@ from raypo.ray_internals import (
     detect_nccl_hangs,
     failed_to_start,
     is_driver,
+    on_loopback,
     reload_environment,
     remove_callbacks,
     replace_results,
@@ -316,3 +321,20 @@ def test_what_tells_an_autoscaler_has_its_names():
     assert isinstance(DEBUG_AUTOSCALING_STATUS, str)
     assert "fetch_from_server" in inspect.signature(is_autoscaler_v2).parameters
     assert all(callable(each) for each in (get_cluster_status, _internal_kv_get))
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_programs_that_a_local_ray_starts_look_for_it_on_the_loopback_interface(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(ENABLE_RAY_CLUSTERS_ENV_VAR, raising=False)
+    if before:
+        monkeypatch.setenv(ENABLE_RAY_CLUSTERS_ENV_VAR, before)
+    with on_loopback():
+        program = "from ray._private.services import canonicalize_bootstrap_address as address; "
+        program += "print(address('127.0.0.1:6379'))"
+        joined = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+    assert joined.stdout.strip() == "127.0.0.1:6379"
+    assert os.environ.get(ENABLE_RAY_CLUSTERS_ENV_VAR) == before

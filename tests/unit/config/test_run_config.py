@@ -14,6 +14,7 @@ from raypo.config import (
     SourceEntry,
     load_run_config,
 )
+from raypo.config.passwords import has_password, without_passwords
 
 MINIMAL = {
     "name": "quick",
@@ -556,3 +557,24 @@ def test_a_password_in_a_run_file_is_refused_because_the_run_would_record_it(key
 def test_addresses_without_a_password_stay():
     for path in ("s3://bucket/runs?region=eu", "hdfs://user@host:9000/a", "gs://a/b@c"):
         assert PPOConfig.parse(with_keys(storage_path=path)).storage_path == path
+    for address in ("http://h:8000?u=a@b", "http://h:8000#a@b", "http://h/score?label_key=answer"):
+        assert not has_password("reward.url", address)
+        assert without_passwords(address) == address
+
+
+@pytest.mark.parametrize("value", ["EMPTY", "", "dummy", "none"])
+def test_a_placeholder_of_a_key_stays(value: str):
+    keys = {"rollout__agent": "agent.py:Agent", "rollout__max_episode_tokens": 64}
+    arguments = {"api_key": value}
+    config = PPOConfig.parse(with_keys(**keys, rollout__agent_args=arguments))
+    assert config.rollout.agent_args == arguments
+    assert has_password("rollout.agent_args.api_key", "sk-1")
+
+
+@pytest.mark.parametrize(
+    "option", ["api_key", "apikey", "AccountKey", "aws_secret_key", "key", "token", "x.sig-token"]
+)
+def test_keys_in_the_options_of_a_uri_are_found(option: str):
+    address = f"http://h:8000/score?a=1&{option}=pass"
+    assert has_password("reward.url", address)
+    assert "pass" not in without_passwords(address)

@@ -1,4 +1,5 @@
 import math
+import time
 from typing import Any
 
 import pytest
@@ -187,6 +188,90 @@ def test_a_held_out_score_that_falls_while_the_trained_one_rises():
 def test_entropy_that_is_gone():
     gone = [{**row, "ppo/entropy": math.exp(-row["step"])} for row in rows()]
     assert [finding.rule for finding in findings(gone)] == ["entropy_collapse"]
+
+
+def test_entropy_falls_in_a_run_that_solves_its_task():
+    solved = [{**row, "ppo/entropy": math.exp(-0.3 * row["step"])} for row in rows()]
+    for row in solved:
+        share = min(0.1 * row["step"], 0.9)
+        row |= {"rollout/score_mean": share, "rollout/score_std": math.sqrt(share * (1 - share))}
+    assert findings(solved) == []
+
+
+def test_a_long_run_is_judged_in_seconds():
+    """The report, the doctor and a resume judge all steps at once."""
+    each = rows(2000, **{"ppo/policy_learning_rate": 1e-6, "ppo/policy_grad_norm": 1.0})
+    start = time.process_time()
+    findings(each)
+    assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "sapo", "dppo_kl", "task.py:loss"])
+def test_only_clip_bounds_of_single_tokens_limit_the_drift(loss: str):
+    behind = rows(12, **{"mismatch/kl": 0.001, "rollout/staleness_mean": 1.0})
+    assert findings(behind, {"ppo": {"policy_loss": loss, "clip_low": 3e-4}}) == []
+    (finding,) = findings(behind, {"ppo": {"policy_loss": "ppo", "clip_low": 0.03}})
+    assert finding.rule == "off_policy_drift"
+
+
+@pytest.mark.parametrize(("prompts", "found"), [(64, ["policy_dies"]), (8, [])])
+def test_the_mean_of_a_few_prompts_falls_by_chance(prompts: int, found: list[str]):
+    config = {"rollout": {"prompts_per_step": prompts}}
+    each = [
+        {"step": step, "rollout/score_mean": score, "rollout/score_std": 0.5}
+        for step, score in enumerate([0.5, 0.2, 0.2, 0.2], start=1)
+    ]
+    assert [finding.rule for finding in findings(each, config)] == found
+
+
+def test_a_few_groups_have_equal_scores_by_chance():
+    equal = rows(11, **{"ppo/advantage_abs_mean": 0.0})
+    assert findings(equal, {"rollout": {"prompts_per_step": 2}}) == []
+    for prompts, steps in ((8, 3), (2, 12)):
+        config = {"rollout": {"prompts_per_step": prompts}}
+        found = findings(rows(12, **{"ppo/advantage_abs_mean": 0.0}), config)
+        assert [(finding.rule, finding.step) for finding in found] == [("no_advantage", steps)]
+
+
+def test_openings_of_texts_may_be_cut_off():
+    cut = rows(8, **{"rollout/truncated_fraction": 1.0})
+    assert findings(cut, {"data": {"label_key": None}}) == []
+    for config in ({}, {"data": {"label_key": "label"}}):
+        assert [finding.rule for finding in findings(cut, config)] == ["end_never_learned"]
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(1.0, ["memory_leak"]), (1.03, [])])
+def test_memory_may_grow_with_the_responses(tokens: float, found: list[str]):
+    each = rows(32)
+    for row in each:
+        row["perf/memory_learner_gb"] = 1.02 ** row["step"]
+        row["rollout/response_tokens_mean"] = 20.0 * tokens ** row["step"]
+    assert [finding.rule for finding in findings(each)] == found
+
+
+@pytest.mark.parametrize(
+    ("config", "has", "lacks"),
+    [
+        ({"reward": {"function": "f.py:f"}}, ["Set reward.processes", "rollout.mode"], ["devices"]),
+        ({"reward": {"judge": {"path": "m"}}}, ["more devices", "rollout.mode"], ["processes"]),
+        ({"reward": {"function": None}}, ["Set reward.processes"], ["devices"]),
+        (
+            {"recipe": "iterative_dpo", "model": {"reward": [{"path": "m"}]}},
+            ["Give reward models"],
+            ["processes", "rollout.mode"],
+        ),
+    ],
+)
+def test_the_remedy_of_slow_scores_is_that_of_their_source(config: dict, has, lacks):
+    (finding,) = findings(rows(6, **{"time/score_s": 4.0, "time/step_s": 6.0}), config)
+    assert all(part in finding.remedy for part in has)
+    assert not any(part in finding.remedy for part in lacks)
+
+
+@pytest.mark.parametrize(("evicted", "found"), [(40.0, ["kv_thrashing"]), (6.0, [])])
+def test_requests_that_are_evicted_again_and_again(evicted: float, found: list[str]):
+    each = rows(4, **{"perf/engine_preemptions": evicted, "rollout/samples_sampled": 64.0})
+    assert [(finding.rule, finding.step) for finding in findings(each)] == [(f, 3) for f in found]
 
 
 def test_runs_of_other_recipes_and_figures_that_are_missing_are_no_warning():

@@ -84,6 +84,36 @@ def test_a_learner_that_waits_for_engines_needs_more_of_them():
     assert why.ratio == pytest.approx(11 / 5.5)
 
 
+def test_a_round_cannot_be_sampled_ahead():
+    rounds = CONFIG | {"recipe": "iterative_dpo"}
+    why = slowness(rows(generate=14.0), rounds)
+    assert why is not None
+    assert (why.bound, why.changes) == ("sampling", {"rollout.engine.count": 2})
+    assert why.ratio == pytest.approx(20 / 13)
+    assert why.text.endswith("rollout.engine.count: 2 would halve it, est. 1.5x")
+
+
+def test_the_evaluation_at_the_end_stays():
+    why = slowness(rows(held_out=14.0), CONFIG | {"eval": {"every": 200}})
+    assert why is not None
+    assert (why.changes, why.ratio) == ({}, 1.0)
+    assert "eval.every is as rare as it can be" in why.text
+
+
+def test_reports_are_no_checkpoints():
+    why = slowness([row | {"time/report_s": 14.0} for row in rows(update=2.0)], CONFIG)
+    assert why is not None
+    assert why.bound != "checkpoint"
+
+
+def test_a_small_estimate_is_not_shown():
+    ahead = [row | {"time/wait_for_rollouts_s": 0.1} for row in rows(generate=2.0)]
+    why = slowness(ahead, CONFIG | {"rollout": {"mode": "async"}})
+    assert why is not None
+    assert 1.0 < why.ratio < 1.05
+    assert why.text.endswith("twice as many engines would halve the wait")
+
+
 def test_few_steps_and_short_ones_are_not_judged():
     assert slowness(rows(3), CONFIG) is None
     assert slowness([], CONFIG) is None

@@ -84,11 +84,36 @@ def test_labels_that_are_shifted_by_a_row_are_named(shift, which, tokenizer, tmp
     step = texts.metrics(answers(prompts, right, tokenizer), step=2)
     assert step[f"rollout/{which}_label_fraction"] == 1.0
     assert step["rollout/own_label_fraction"] == 0.0
-    assert step["rollout/labels_compared"] == 8.0  # the first and the last row have one neighbour
+    # The first and the last row have one neighbour; in others a label is a number of the prompt.
+    assert step["rollout/labels_compared"] == {1: 6.0, -1: 8.0}[shift]
     rows = [{"step": number, **step} for number in range(1, 6)]
     (finding,) = findings(rows)
     assert (finding.rule, finding.step) == ("shifted_labels", 5)
     assert f"label of the {which} row" in finding.text
+
+
+def test_prompts_of_episodes_are_not_compared(tokenizer, tmp_path: Path):
+    train = loaded(tmp_path, [*SUMS, *SUMS[:2]], tokenizer)
+    texts = TextMetrics.of(train, train, tokenizer, is_episodic=True)
+    assert texts.metrics([], step=1) == {}
+
+
+def test_rows_with_the_same_prompt_and_another_label_are_no_copies(tokenizer, tmp_path: Path):
+    sums = SUMS[:4] * 2
+    shifted = loaded(tmp_path, sums, tokenizer, shift=1)
+    other = loaded(tmp_path, SUMS[:4], tokenizer)
+    texts = TextMetrics.of(other, shifted, tokenizer)
+    assert texts.of_data == {"data/duplicate_fraction": 0.0, "data/held_out_overlap": 0.0}
+
+
+def test_labels_that_stand_in_the_prompt_are_left_out(tokenizer, tmp_path: Path):
+    prompts = loaded(
+        tmp_path, [(a, 0) for a in range(10)], tokenizer
+    )  # each label is in its prompt
+    responses = [str(a + 1) for a in range(10)]
+    samples = answers(prompts, responses, tokenizer)
+    metrics = TextMetrics.of(prompts, None, tokenizer).metrics(samples, step=2)
+    assert "rollout/labels_compared" not in metrics
 
 
 def test_a_label_is_looked_for_as_a_word(tokenizer, tmp_path: Path):
@@ -107,6 +132,17 @@ def test_a_header_of_the_template_in_responses_is_counted(tokenizer, tmp_path: P
     texts = TextMetrics.of(prompts, None, tokenizer)
     metrics = texts.metrics(answers(prompts, responses, tokenizer), step=2)
     assert metrics["rollout/turn_header_fraction"] == 0.5
+
+
+def test_a_header_between_two_turns_is_not_the_policys(tokenizer, tmp_path: Path):
+    prompts = loaded(tmp_path, SUMS[:1], tokenizer)
+    (sample,) = answers(prompts, ["8\nuser: x\nassistant: 4"], tokenizer)
+    ends = np.ones(len(sample.response_ids), bool)
+    ends[1:-1] = False
+    texts = TextMetrics.of(prompts, None, tokenizer)
+    for mask, share in ((ends, 0.0), (sample.response_mask, 1.0)):
+        metrics = texts.metrics([replace(sample, response_mask=mask)], step=2)
+        assert metrics["rollout/turn_header_fraction"] == share
 
 
 def test_a_tokenizer_without_a_template_has_no_header(tokenizer, tmp_path: Path):
