@@ -14,7 +14,7 @@ from typing import Any
 from raypo.cluster.hardware import parse_cluster
 from raypo.config import PPOConfig
 from raypo.plan.fit import OFF_LOAD, TILE
-from raypo.plan.longest import longest_response
+from raypo.plan.longest import LENGTHS, longest_response
 from scripts.scale_table import QWEN, SIZES, TENSOR_PARALLEL
 
 SHAPES = {
@@ -79,7 +79,7 @@ def _row(folder: Path, size: str, gpus: int) -> str:
 def _cell(config: PPOConfig, gpus: int, changes: dict[str, Any]) -> str:
     nodes = parse_cluster(f"{min(gpus, 8)}xH100,2000G,{-(-gpus // 8)}")
     if tokens := longest_response(config, nodes, changes):
-        return f"{tokens:,}"
+        return f"at least {tokens:,}" if tokens == LENGTHS[-1] else f"{tokens:,}"
     tokens = longest_response(config, nodes, {"learner.deepspeed": OFF_LOAD, **changes})
     return f"{tokens:,}, optimizer in RAM" if tokens else "does not fit"
 

@@ -262,6 +262,7 @@ def check_models(config: AnyConfig) -> None:
     _check_routers(config)
     _check_router_replay(config)
     check_shared_rows(config)
+    check_tiles(config)
     loading.check_tokens(model.policy)
     _check_template_kwargs(config)
     for key, path in models_of(config):
@@ -405,6 +406,28 @@ def check_shared_rows(config: AnyConfig) -> None:
                 f"learner.sequence_parallel ({size}): workers cannot share the rows of {key} "
                 f"({path}, {values.model_type}): {reason}. Set learner.sequence_parallel to 1, or "
                 "give another model."
+            )
+
+
+def check_tiles(config: AnyConfig) -> None:
+    """Refuse models to train without MLPs that can be computed in tiles."""
+    import torch
+    from transformers import AutoModel
+
+    from raypo.models.activation_memory import dense_mlps
+    from raypo.models.checkpoint import network_class, read_config
+
+    tile = config.learner.mlp_tile_tokens
+    for key, path in models_of(config):
+        if not tile or key not in ("model.policy", "model.critic"):
+            continue
+        values = read_config(path, key=key)
+        with torch.device("meta"):
+            model = network_class(AutoModel, values, path, key=key)(values)
+        if not dense_mlps(model):
+            raise ConfigError(
+                f"learner.mlp_tile_tokens ({tile}): {key} ({path}, {values.model_type}) has no "
+                "dense MLPs that raypo can tile. Set learner.mlp_tile_tokens to null."
             )
 
 

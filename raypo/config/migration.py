@@ -114,6 +114,7 @@ warmup_steps, warmup_ratio | learner.lr_warmup_steps | Steps of raypo: of recipe
 adam_beta1, adam_beta2 | learner.adam_betas | `[0.9, 0.999]`.
 adam_epsilon | = learner.adam_eps |
 gradient_checkpointing, activation_checkpointing | = learner.activation_checkpointing |
+activation_offloading | - learner.activation_checkpointing | true: `offload`, which raypo does with checkpoints alone.
 bf16 | model.dtype | true: `bfloat16`, false: `float32`. `auto` is bfloat16 on GPUs and float32 on CPUs.
 temperature | = rollout.temperature |
 top_p | = rollout.top_p |
@@ -181,7 +182,7 @@ truncation_mode | | raypo never cuts a row.
 eos_token, pad_token | | Those of the tokenizer in the model's folder.
 loss_weights, ld_alpha, f_divergence_type, f_alpha_divergence_coef, use_weighting, discopop_tau | | No loss of raypo's DPO has it.
 precompute_ref_log_probs, precompute_ref_batch_size | - | The reference's log-probs are computed in each step.
-bf16_full_eval, fp16_full_eval, tf32, torch_compile*, use_liger_kernel, liger_kernel_config, use_cache, torch_empty_cache_steps, activation_checkpointing_kwargs, gradient_checkpointing_kwargs, activation_offloading, cache_implementation, vllm_model_impl, vllm_server_*, vllm_group_port, use_transformers_*, transformers_continuous_*, ds3_gather_for_generation, pad_to_multiple_of, ddp_*, fsdp*, deepspeed, parallelism_config, dataloader_*, dataset_num_proc, dataset_kwargs, trust_remote_code, full_determinism, use_cpu, local_rank, include_*, batch_eval_metrics, eval_accumulation_steps, eval_do_concat_batches, eval_use_gather_object, prediction_loss_only, remove_unused_columns, length_column_name, label_names | - | It concerns memory, speed or the layout of files.
+bf16_full_eval, fp16_full_eval, tf32, torch_compile*, use_liger_kernel, liger_kernel_config, use_cache, torch_empty_cache_steps, activation_checkpointing_kwargs, gradient_checkpointing_kwargs, cache_implementation, vllm_model_impl, vllm_server_*, vllm_group_port, use_transformers_*, transformers_continuous_*, ds3_gather_for_generation, pad_to_multiple_of, ddp_*, fsdp*, deepspeed, parallelism_config, dataloader_*, dataset_num_proc, dataset_kwargs, trust_remote_code, full_determinism, use_cpu, local_rank, include_*, batch_eval_metrics, eval_accumulation_steps, eval_do_concat_batches, eval_use_gather_object, prediction_loss_only, remove_unused_columns, length_column_name, label_names | - | It concerns memory, speed or the layout of files.
 logging_*, log_*, disable_tqdm, project, trackio_*, push_to_hub*, hub_*, save_only_model, save_on_each_node, enable_jit_checkpoint, eval_delay, eval_on_start, ignore_data_skip, restore_callback_states_from_checkpoint, debug, skip_memory_metrics, do_train, do_eval, do_predict | - | It concerns logs and files.
 """,
     "peft": """
@@ -199,6 +200,10 @@ actor_rollout_ref.model.lora.rank | model.lora.rank | 0 there: leave out `model.
 actor_rollout_ref.model.lora_alpha | model.lora.alpha |
 actor_rollout_ref.model.lora.alpha | model.lora.alpha |
 actor_rollout_ref.model.enable_gradient_checkpointing | = learner.activation_checkpointing |
+actor_rollout_ref.model.enable_activation_offload, critic.model.enable_activation_offload | - learner.activation_checkpointing | true: `offload`, which raypo does with checkpoints alone.
+actor_rollout_ref.model.tiled_mlp.enabled, critic.model.tiled_mlp.enabled | - learner.mlp_tile_tokens | true: 4096. raypo has one value for policy and critic.
+actor_rollout_ref.model.tiled_mlp.num_shards, critic.model.tiled_mlp.num_shards | - learner.mlp_tile_tokens | verl counts tiles of a pass, raypo counts tokens of a tile.
+actor_rollout_ref.actor.ulysses_sequence_parallel_size, critic.ulysses_sequence_parallel_size, *.ulysses_sequence_parallel_size | - learner.sequence_parallel | Workers that share a row; the same number for policy and critic.
 data.train_files | = data.prompts |
 data.val_files | eval.prompts | Only with `trainer.test_freq` above 0.
 data.train_batch_size | = rollout.prompts_per_step, learner.batch_size | Prompts, in both.
@@ -347,7 +352,7 @@ actor_rollout_ref.model.torch_dtype | model.dtype | `float32` or `bfloat16`.
 critic.model.tokenizer_path, critic.model.lora*, critic.model.lora.*, critic.model.override_config* | model.lora.critic | The critic has the policy's tokenizer and adapter.
 actor_rollout_ref.rollout.seed, *.fsdp_config.seed, critic.fsdp.seed, *.full_determinism | ~ seed | One seed.
 *.fsdp_config.dtype, critic.fsdp.dtype, actor_rollout_ref.rollout.dtype | model.dtype | `auto` is bfloat16 on GPUs.
-*profiler*, *.fsdp_config.*, *.fsdp_config, critic.fsdp.*, *.turbo_config.*, *.megatron.*, *.veomni.*, *.checkpoint.*, *.engine_kwargs.*, *.disaggregation.*, *.checkpoint_engine.*, *.trace.*, *.prometheus.*, *.wrap_policy.*, transfer_queue.*, skip.*, ray_kwargs.*, ray_init.*, reward.reward_model.rollout.*, reward_model.rollout.*, *max_token_len_per_gpu, *.ulysses_sequence_parallel_size, *.strategy, *.use_torch_compile, *.entropy_*chunk*, *.entropy_checkpointing, *.pad_to_length*, *.use_fused_kernels, *.fused_kernel_options.*, *.use_liger, *.use_shm, *.tiled_mlp.*, *.enable_activation_offload, *.enable_gradient_checkpointing, *.trust_remote_code, *.external_lib, *.hf_config_path, *.nccl_timeout, *.rollout_n, *.max_num_batched_tokens, *.max_num_seqs, *.enforce_eager, *.cudagraph_capture_sizes, *.enable_chunked_prefill, *.enable_prefix_caching, *.disable_log_stats, *.load_format, *.layered_summon, *.skip_tokenizer_init, *.scheduling_policy, *.multi_stage_wake_up, *.over_sample_rate, *.router_config_path, *.moe_load_balance_metrics_interval, *.data_parallel_size, *.expert_parallel_size, *.pipeline_model_parallel_size, *.agent.num_workers, *.agent.custom_async_server.*, *.rollout.nnodes, *.rollout.n_gpus_per_node, *.use_prefix_grouper, model_engine | - | It concerns memory, speed or the layout of files.
+*profiler*, *.fsdp_config.*, *.fsdp_config, critic.fsdp.*, *.turbo_config.*, *.megatron.*, *.veomni.*, *.checkpoint.*, *.engine_kwargs.*, *.disaggregation.*, *.checkpoint_engine.*, *.trace.*, *.prometheus.*, *.wrap_policy.*, transfer_queue.*, skip.*, ray_kwargs.*, ray_init.*, reward.reward_model.rollout.*, reward_model.rollout.*, *max_token_len_per_gpu, *.strategy, *.use_torch_compile, *.entropy_*chunk*, *.entropy_checkpointing, *.pad_to_length*, *.use_fused_kernels, *.fused_kernel_options.*, *.use_liger, *.use_shm, *.enable_gradient_checkpointing, *.trust_remote_code, *.external_lib, *.hf_config_path, *.nccl_timeout, *.rollout_n, *.max_num_batched_tokens, *.max_num_seqs, *.enforce_eager, *.cudagraph_capture_sizes, *.enable_chunked_prefill, *.enable_prefix_caching, *.disable_log_stats, *.load_format, *.layered_summon, *.skip_tokenizer_init, *.scheduling_policy, *.multi_stage_wake_up, *.over_sample_rate, *.router_config_path, *.moe_load_balance_metrics_interval, *.data_parallel_size, *.expert_parallel_size, *.pipeline_model_parallel_size, *.agent.num_workers, *.agent.custom_async_server.*, *.rollout.nnodes, *.rollout.n_gpus_per_node, *.use_prefix_grouper, model_engine | - | It concerns memory, speed or the layout of files.
 reward.num_workers, reward.reward_model.*, reward_model.*, data.use_shm, data.trust_remote_code, data.val_batch_size, data.dataloader_num_workers, data.validation_shuffle, data.filter_overlong_prompts_workers, data.return_*, trainer.balance_batch, trainer.device, trainer.esi_redundant_time, trainer.default_hdfs_dir, trainer.del_local_ckpt_after_load, trainer.max_critic_ckpt_to_keep, trainer.ray_wait_register_center_timeout, trainer.checkpoint_callback_class, trainer.runtime_env, hydra.* | - | It concerns memory, speed or the layout of files.
 """,
     "OpenRLHF": """
@@ -413,6 +418,7 @@ actor.min_lr_ratio | learner.lr_floor | With `learner.lr_schedule: cosine`.
 actor.lr_warmup_ratio, lr_warmup_ratio | learner.lr_warmup_steps | A share of num_steps.
 actor.max_norm, max_norm | = learner.max_grad_norm |
 actor.gradient_checkpointing_enable, gradient_checkpointing | = learner.activation_checkpointing |
+ds.ring_attn_size, ring_attn_size | - learner.sequence_parallel | Workers that share a row. raypo exchanges heads (Ulysses), not keys and values.
 actor.gradient_checkpointing_reentrant, gradient_checkpointing_use_reentrant | ~ learner.activation_checkpointing | It does not change results.
 ds.zero_stage, zero_stage | = learner.zero_stage |
 ds.adam_offload, adam_offload | learner.deepspeed | `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
@@ -483,7 +489,7 @@ data.max_images_per_prompt, max_images_per_prompt | data.max_images |
 ds.value_head_prefix, value_head_prefix | | A critic starts from the reward model, or from the policy with a head of zeros.
 ckpt.best_metric_key, best_metric_key | checkpoint.best_by |
 ptx_coef, pretrain_data, pretrain_split, pretrain_data_probs | ppo.nll_coef | raypo has no loss on texts beside PPO's.
-logger.wandb.group, wandb_group, use_ms, ds.use_universal_ckpt, use_ds_universal_ckpt, local_rank, ds.deepcompile, deepcompile, ds.zpg, zpg, ds.experts_implementation, ds.grad_accum_dtype, grad_accum_dtype, ds.tensor_parallel_size, ds_tensor_parallel_size, ds.ring_attn_size, ring_attn_size, ds.ring_attn_head_stride, ring_head_stride, ring_attn_head_stride, data.disable_fast_tokenizer, disable_fast_tokenizer, data.dataloader_num_workers, dataloader_num_workers, ckpt.max_mem, max_ckpt_mem, train.full_determinism_enable, full_determinism, perf, deterministic, disable_trace_cache, save_hf_ckpt_only, vllm.worker_extension_cls | - | It concerns memory, speed or the layout of files.
+logger.wandb.group, wandb_group, use_ms, ds.use_universal_ckpt, use_ds_universal_ckpt, local_rank, ds.deepcompile, deepcompile, ds.zpg, zpg, ds.experts_implementation, ds.grad_accum_dtype, grad_accum_dtype, ds.tensor_parallel_size, ds_tensor_parallel_size, ds.ring_attn_head_stride, ring_head_stride, ring_attn_head_stride, data.disable_fast_tokenizer, disable_fast_tokenizer, data.dataloader_num_workers, dataloader_num_workers, ckpt.max_mem, max_ckpt_mem, train.full_determinism_enable, full_determinism, perf, deterministic, disable_trace_cache, save_hf_ckpt_only, vllm.worker_extension_cls | - | It concerns memory, speed or the layout of files.
 """,
 }
 PROJECTS = tuple(_TABLES)

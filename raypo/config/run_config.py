@@ -510,9 +510,11 @@ class PPOConfig(OnlineConfig):
             )
         prompts = self.rollout.prompts_per_step
         critic_workers, total_workers = self.learner.critic_workers, self.learner.total_workers
-        if critic_workers and (total_workers > prompts or critic_workers > size):
+        shares = self.learner.sequence_parallel  # so many workers have the same rows
+        if critic_workers and (total_workers > prompts * shares or critic_workers > size * shares):
+            every = "every worker" if shares == 1 else f"every group of {shares} workers"
             yield (
-                f"learner.critic_workers ({critic_workers}): every worker needs a prompt of each "
+                f"learner.critic_workers ({critic_workers}): {every} needs a prompt of each "
                 f"step (learner.num_workers + learner.critic_workers = {total_workers}, "
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
                 f"(ppo.minibatch_size = {size}). Lower it, or set it to 0."

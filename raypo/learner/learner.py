@@ -90,7 +90,7 @@ class Learner:
                 both models.
         """
         torch.manual_seed(seed)
-        self._roles = roles = roles or Roles.shared(workers)
+        self._roles = roles = roles or Roles.shared(workers, section.sequence_parallel)
         self._ppo, self._section = ppo, section
         self._workers, self._data = roles.own, roles.data
         self._max_new_tokens, self._num_steps = max_new_tokens, num_steps
@@ -134,8 +134,11 @@ class Learner:
             self._critic = TrainedModel(critic, **shared)
 
     def warm_up(self) -> None:
-        """Compile the policy's kernels now instead of in the first step. Nothing else changes."""
-        if self._trained_policy:
+        """Compile the policy's kernels now instead of in the first step. Nothing else changes.
+
+        Workers that share rows compile them in the first step: each has only a part of the heads.
+        """
+        if self._trained_policy and self._roles.sequence is None:
             policy = self._policy.module
             warm_up(policy.model, temperature=policy.temperature)
 

@@ -33,7 +33,7 @@ from raypo.learner.optimizers import (
 )
 from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, load_fragments, saved_fragments
-from raypo.models.activation_memory import checkpoint_layers, tile_mlps
+from raypo.models.activation_memory import checkpoint_layers, dense_mlps, tile_mlps
 from raypo.models.checkpoint import first_line
 from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.embedding import avoid_racy_counts
@@ -80,7 +80,8 @@ class TrainedModel:
                 whole rows.
 
         Raises:
-            ConfigError: workers share tokens, but a network does not read packed rows.
+            ConfigError: workers share tokens, but a network does not read packed rows; or MLPs are
+                to be tiled, but a network has no dense ones.
         """
         _share_tokens(module, sequence)
         deepspeed = import_deepspeed()
@@ -107,6 +108,7 @@ class TrainedModel:
         if is_rounded and has_shards(module):
             for late in (p for p in parameters if not is_sharded(p)):
                 late.data = late.data.to(torch.bfloat16)
+        _gather_mlps_whole(module, section.mlp_tile_tokens)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
@@ -294,6 +296,24 @@ def _share_tokens(module: Any, sequence: SequenceGroup | None) -> None:
                 "sliding attention."
             )
     module.sequence_group = sequence
+
+
+def _gather_mlps_whole(module: nn.Module, tile: int | None) -> None:
+    """Let ZeRO-3 gather the weights of a tiled MLP once, instead of once for each tile.
+
+    Workers have different numbers of tiles, but must all take part in the same gathers.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for network in outermost_networks(module) if tile else ():
+        mlps = dense_mlps(network)
+        if not mlps:
+            raise ConfigError(
+                f"learner.mlp_tile_tokens ({tile}): {type(network).__name__} has no dense MLPs "
+                "that raypo can tile. Set learner.mlp_tile_tokens to null."
+            )
+        for mlp in mlps:
+            set_z3_leaf_module(mlp, True)
 
 
 def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:

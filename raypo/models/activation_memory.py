@@ -44,17 +44,24 @@ def tile_mlps(network: nn.Module, tokens: int) -> int:
     results are the same. The gradients of the weights are summed over tiles in the weights' dtype.
 
     Args:
-        network: A Hugging Face model. MLPs with an adapter and those of experts are tiled too, if
-            their only argument is the hidden states.
+        network: A Hugging Face model. Its dense MLPs may have adapters.
         tokens: Number of tokens of a tile.
 
     Returns:
         The number of MLPs that were changed.
     """
-    mlps = [module for name, module in network.named_modules() if _is_dense_mlp(name, module)]
+    mlps = dense_mlps(network)
     for mlp in mlps:
         mlp.forward = partial(_in_tiles, mlp.forward, tokens)
     return len(mlps)
+
+
+def dense_mlps(network: nn.Module) -> list[nn.Module]:
+    """Return the MLPs whose only argument is the hidden states, except those of experts.
+
+    Mixtures of experts may have none, and some architectures (OPT) have no modules for their MLPs.
+    """
+    return [module for name, module in network.named_modules() if _is_dense_mlp(name, module)]
 
 
 def _is_dense_mlp(name: str, module: nn.Module) -> bool:

@@ -28,6 +28,9 @@ REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 own, because their layers have sliding windows or linear attention. No test records the experts of
 FlexOlmo."""
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers (`layer_types`) that read packed rows (`raypo.models.packed_attention`)."""
+
 VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Model types whose images the learner reads: log-probs and gradients of packed rows equal those of
 transformers (`tests/unit/models/test_vision.py`)."""

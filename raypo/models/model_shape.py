@@ -11,9 +11,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from raypo.config import AnyConfig, ConfigError, DPOConfig, ExamplesConfig, PPOConfig
+from raypo.models.model_files import ATTENTION_LAYERS
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
 """Model types whose MLP has two matrices. All others are assumed to have three, with a gate."""
+NOT_TILED = ("opt", "bloom", "mpt")
+"""Model types without modules for their MLPs, or whose MLPs read more than the hidden states."""
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -49,6 +52,10 @@ class ModelShape:
     """True if `parameters` was counted in safetensors headers, not computed from config.json."""
     expert_bytes: int = 0
     """Bytes of a token's experts in all layers, as an engine records them; 0 without experts."""
+    tiles_mlps: bool = True
+    """True if the MLPs of all layers can be computed in tiles (`learner.mlp_tile_tokens`)."""
+    shares_rows: bool = True
+    """True if workers can share the tokens of its rows (`learner.sequence_parallel`)."""
 
     @property
     def backbone_parameters(self) -> int:
@@ -150,6 +157,11 @@ class Models:
     """The draft model of the engines (`rollout.engine.speculation.model`)."""
 
     @property
+    def trained(self) -> list[ModelShape]:
+        """Policy, and critic if there is one."""
+        return [shape for shape in (self.policy, self.critic) if shape is not None]
+
+    @property
     def frozen(self) -> dict[str, ModelShape]:
         """Reward models, reference models and the judge, by role."""
         return self.rewards | self.references | self.judges
@@ -229,6 +241,10 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
         gated=gated,
         is_exact=counted is not None,
         expert_bytes=layers * active * (1 if experts <= 256 else 2) if experts > 1 else 0,
+        tiles_mlps=experts == 1 and values.get("model_type") not in NOT_TILED,
+        shares_rows="vision_config" not in outer
+        and not values.get("full_attention_interval")  # linear attention in the other layers
+        and set(values.get("layer_types") or ()) <= ATTENTION_LAYERS,
     )
     if counted is None:
         return replace(shape, parameters=_computed(shape, values, width * experts))

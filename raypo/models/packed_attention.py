@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from raypo.models.chunk_sizes import FLEX_BLOCK as BLOCK
 from raypo.models.compiled import compiled
+from raypo.models.model_files import ATTENTION_LAYERS
 from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
 from raypo.models.router_replay import replay
 from raypo.models.routers import about_to_pass
@@ -34,7 +35,6 @@ NAME = "raypo_packed"
 """Name of the attention in transformers' registry."""
 BY_ROWS = "raypo_by_rows"
 """Name of the variant without flex attention, used by the float32 trial."""
-UNDERSTOOD_LAYERS = {"full_attention", "sliding_attention"}
 WINDOW_IN_MASK = {"qwen2_moe", "phimoe", "moshi"}
 """Model types that pass their sliding window only to the mask, not to the attention function."""
 _TRIAL = (
@@ -75,7 +75,7 @@ def can_read_packed(model: Any) -> bool:
         getattr(config, "use_sliding_window", True) is not False
     )
     tells_window = not has_window or config.model_type not in WINDOW_IN_MASK
-    is_understood = is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks and tells_window
+    is_understood = is_decoder and layers <= ATTENTION_LAYERS and not has_sinks and tells_window
     return bool(is_understood and _has_room_for_heads(model))
 
 

@@ -636,6 +636,7 @@ def _ways(plan: Plan) -> list[list[Changes]]:
     halves = [half for half in halves if half * learner.sequence_parallel >= longest]
     off_load = OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
     checkpoints = [False, True, *(["offload"] if plan.device == "cuda" else [])]
+    tiles = not learner.mlp_tile_tokens and longest > TILE and can_tile(plan.models)
     engine: dict[str, list[Any]] = {}
     if sampled:
         section = sampled.rollout.engine
@@ -653,7 +654,7 @@ def _ways(plan: Plan) -> list[list[Changes]]:
         "learner.activation_checkpointing": checkpoints[
             checkpoints.index(learner.activation_checkpointing) + 1 :
         ],
-        "learner.mlp_tile_tokens": [TILE] if not learner.mlp_tile_tokens and longest > TILE else [],
+        "learner.mlp_tile_tokens": [TILE] if tiles else [],
         "learner.deepspeed": [off_load] if off_load != learner.deepspeed else [],
         **{f"rollout.engine.{key}": choices for key, choices in engine.items()},
         "model.dtype": ["bfloat16"] if config.model.dtype == "float32" else [],
@@ -666,6 +667,8 @@ def _shared_rows(plan: Plan) -> list[Changes]:
     """Return larger numbers of workers that share a row, with as many workers as they need."""
     learner = plan.config.learner
     apart = learner.total_workers - learner.num_workers
+    if not can_share_rows(plan.config, plan.models):
+        return []
     return [
         {"learner.sequence_parallel": size}
         | ({} if count == learner.num_workers else {"learner.num_workers": count})
@@ -674,6 +677,17 @@ def _shared_rows(plan: Plan) -> list[Changes]:
         if size > learner.sequence_parallel and not learner.is_elastic
         if count % size == 0 and apart % size == 0
     ]
+
+
+def can_tile(models: Models) -> bool:
+    """Return True if the MLPs of all trained models can be computed in tiles."""
+    return all(shape.tiles_mlps for shape in models.trained)
+
+
+def can_share_rows(config: AnyConfig, models: Models) -> bool:
+    """Return True if the start would not refuse workers that share rows, because of the models."""
+    has_images = getattr(config.data, "image_key", None) is not None
+    return not has_images and all(shape.shares_rows for shape in models.trained)
 
 
 def worker_counts(plan: Plan) -> list[int]:

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from raypo.cluster.hardware import Node
 from raypo.config import AnyConfig, ConfigError, OnlineConfig
 from raypo.config.sweep_config import with_values
-from raypo.plan.fit import OFF_LOAD, TILE, make_plan
+from raypo.models.model_shape import Models
+from raypo.plan.fit import OFF_LOAD, TILE, can_share_rows, can_tile, make_plan
 
 LENGTHS = sorted(int(1024 * 2**octave * part) for octave in range(11) for part in (1, 1.5))
 """Lengths that are tried, in tokens: two for each doubling."""
@@ -67,10 +68,11 @@ def _changes(config: AnyConfig) -> Iterator[dict[str, Any]]:
     kinds: list[Any] = [False, True, "offload"]
     for kind in kinds[kinds.index(learner.activation_checkpointing) + 1 :]:
         yield {"learner.activation_checkpointing": kind}
-    if learner.mlp_tile_tokens is None:
+    models = Models.read(config)
+    if learner.mlp_tile_tokens is None and can_tile(models):
         yield {"learner.mlp_tile_tokens": TILE}
     yield from ({"learner.zero_stage": stage} for stage in range(learner.zero_stage + 1, 4))
     yield {"learner.deepspeed": OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))}
-    for size in (2, 4, 8):
+    for size in (2, 4, 8) if can_share_rows(config, models) else ():
         if size > learner.sequence_parallel and learner.num_workers % size == 0:
             yield {"learner.sequence_parallel": size}

@@ -140,7 +140,7 @@ def activations(
     attention = (attended + batch.tokens) * itemsize * shape.attention
     layer, last = 2 * norm * batch.tokens + attention, norm * batch.tokens
     tile = 0
-    if mlp_tile is None or mlp_tile >= batch.own_tokens:
+    if mlp_tile is None or mlp_tile >= batch.own_tokens or not shape.tiles_mlps:
         layer += mlp * batch.tokens
     else:
         tile = mlp * mlp_tile
@@ -155,8 +155,12 @@ def activations(
 
 
 def layer_inputs(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
-    """Return the bytes of the inputs of all layers."""
-    return shape.layers * itemsize * shape.hidden * batch.own_tokens
+    """Return the bytes of pinned RAM for the inputs of all layers.
+
+    torch's cache of pinned memory rounds the size of each up to a power of two.
+    """
+    one = itemsize * shape.hidden * batch.own_tokens
+    return shape.layers * (1 << (one - 1).bit_length())
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:

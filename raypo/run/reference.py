@@ -13,6 +13,7 @@ import torch
 from raypo.data.item_store import ItemStore
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.networks import Policy
+from raypo.models.packed_attention import reads_packed
 from raypo.run.run import Run
 from raypo.storage.parquet import from_parquet, to_parquet
 from raypo.storage.run_files import RunFiles
@@ -49,6 +50,9 @@ def with_references(
     if log_probs is None:
         task: Any = learner.task
         reference = None if model is None else Policy(model, temperature=1.0)
+        if reference is not None and reads_packed(model):
+            # Workers that share rows have the same ones, and each would compute all their tokens.
+            reference.sequence_group = task.module.sequence_group
 
         def ask(policy: Any, batch: Sequence[Preference], device: torch.device) -> list[Any]:
             evaluated = policy if reference is None else reference.to(device)

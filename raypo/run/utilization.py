@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch.distributed as dist
+
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, PPOConfig
 from raypo.learner.peak import peak_flops
@@ -162,6 +164,9 @@ def work_metrics(
 def slowest_worker(seconds: float, experience: Experience, workers: Workers) -> dict[str, float]:
     """Return the slowest worker's rank, and its seconds per token divided by the others' median.
 
+    The rank is that among all learner workers. A worker that shares its rows stands for all workers
+    that share them (`learner.sequence_parallel`): it is the first of them on the first worker.
+
     There are no metrics of one worker, or of passes too short to measure. With ZeRO-3 all workers
     take the same time, because each layer's weights are gathered from all of them.
 
@@ -177,6 +182,8 @@ def slowest_worker(seconds: float, experience: Experience, workers: Workers) -> 
     if min(took for took, _ in gathered) < MIN_PASS_S:
         return {}
     rank, ratio = slowest([took / max(count, 1.0) for took, count in gathered])
+    if workers.group is not None:  # the rule names this worker among all learner workers
+        rank = dist.get_global_rank(workers.group, rank)
     return {"perf/slowest_worker": float(rank), "perf/slowest_worker_ratio": ratio}
 
 

@@ -108,6 +108,16 @@ def test_a_step_of_every_recipe_agrees_with_one_worker(
     assert_agrees_with_one_worker(learners[1][case], learners[2][case], case.dtype, case.stage)
 
 
+def test_workers_may_have_different_numbers_of_tiles(tmp_path: Path):
+    """With ZeRO-3, where an MLP's weights are gathered by all workers together."""
+    tiny_policy(tmp_path / "policy")
+    case = "float32", 3
+    one = run_workers(tmp_path, 1, [case])[case]
+    tiled = {"num_workers": 2, "mlp_tile_tokens": 1}  # as many tiles as a worker has tokens
+    two = run_workers(tmp_path, 2, [case], learner=tiled)[case]
+    assert_agrees_with_one_worker(one, two, *case)
+
+
 def test_a_checkpoint_of_one_worker_goes_on_to_rounding(learners: dict[int, dict[Any, Any]]):
     whole = learners[1]["float32", 3]["second"]
     assert_agrees_with_one_worker(whole, learners[2]["float32_3_1"], "float32", 2)

@@ -21,6 +21,8 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     MambaConfig,
+    MixtralConfig,
+    OPTConfig,
     Qwen3NextConfig,
 )
 
@@ -32,6 +34,7 @@ from raypo.checks.model_checks import (
     check_models,
     check_rotations,
     check_shared_rows,
+    check_tiles,
 )
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
@@ -214,6 +217,23 @@ def test_models_whose_rows_cannot_be_shared_are_refused(here: Path, config: Any,
         f"{config.model_type}): {reason}. Set learner.sequence_parallel to 1, or give another "
         "model."
     )
+
+
+@pytest.mark.parametrize("config", [OPTConfig(num_hidden_layers=1), MixtralConfig()])
+def test_models_without_dense_mlps_are_not_tiled(here: Path, config: Any):
+    config.save_pretrained(here / "policy")
+    check_tiles(config_of("sft"))
+    with pytest.raises(ConfigError) as caught:
+        check_tiles(config_of("sft", learner={"mlp_tile_tokens": 8}))
+    assert str(caught.value) == (
+        f"learner.mlp_tile_tokens (8): model.policy (policy, {config.model_type}) has no dense "
+        "MLPs that raypo can tile. Set learner.mlp_tile_tokens to null."
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_models_with_dense_mlps_are_tiled(here: Path, recipe: str):
+    check(config_of(recipe, learner={"mlp_tile_tokens": 8}))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

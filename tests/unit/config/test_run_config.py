@@ -70,6 +70,16 @@ def test_workers_share_rows_in_whole_groups():
     assert "learner.sequence_parallel (2): needs raypo's own attention" in text
 
 
+def test_workers_of_a_critic_that_share_rows_need_a_row_together():
+    keys = {"rollout__prompts_per_step": 4, "ppo__minibatch_size": 4, "ppo__advantage": "gae"}
+    keys |= {"learner__num_workers": 4, "learner__critic_workers": 4}
+    assert "every worker needs a prompt" in refused(**keys)
+    PPOConfig.parse(with_keys(**keys, learner__sequence_parallel=2))
+    keys |= {"rollout__prompts_per_step": 3, "ppo__minibatch_size": 3}
+    text = refused(**keys, learner__sequence_parallel=2)
+    assert "every group of 2 workers needs a prompt" in text
+
+
 def test_workers_that_share_rows_share_the_budget_of_a_pass_and_need_a_row_together():
     shared = {"learner__sequence_parallel": 2, "learner__num_workers": 4}
     lengths = {"data__max_prompt_tokens": 100, "rollout__max_new_tokens": 100}

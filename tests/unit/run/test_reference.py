@@ -5,8 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from torch import nn
 
 from raypo.collectives import Workers
+from raypo.run import reference
 from raypo.run.reference import with_references
 from raypo.storage.run_files import RunFiles
 from raypo.types import Pair
@@ -39,3 +42,23 @@ def test_each_reference_is_asked_once_about_every_pair(tmp_path: Path):
         assert found[0] == found[1] == [(-7.0, -1.0), (-9.0, -1.0), (-5.0, -1.0)]
         assert found[2] == [(-7.0, -2.0), (-9.0, -2.0), (-5.0, -2.0)]
         assert calls == [2 - rank] * 2
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_workers_that_share_rows_share_those_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packs: bool
+):
+    group, seen = object(), []
+    monkeypatch.setattr(reference, "reads_packed", lambda model: packs)
+
+    def log_probs(policy: Any, pairs: list[Pair], device: str) -> list[tuple[float, float]]:
+        seen.append(policy.sequence_group)
+        return [(0.0, 0.0)] * len(pairs)
+
+    run: Any = SimpleNamespace(workers=Workers(), files=RunFiles(str(tmp_path), "run"))
+    task = SimpleNamespace(module=SimpleNamespace(sequence_group=group), log_probs=log_probs)
+    learner: Any = SimpleNamespace(
+        task=task, without_adapter=lambda pairs, ask: ask(None, pairs, "cpu"), data=Workers()
+    )
+    with_references(run, PAIRS, learner, model=nn.Linear(1, 1), name="other")
+    assert seen == [group if packs else None]

@@ -170,7 +170,9 @@ def test_how_scores_depend_on_lengths(tokenizer, tmp_path: Path):
     assert rollout_metrics(many)["rollout/tail_fraction"] == pytest.approx(1.0 - 1 / 8)
 
 
-def test_the_slowest_worker_is_compared_with_the_median_of_the_others(tokenizer, tmp_path: Path):
+def test_the_slowest_worker_is_compared_with_the_median_of_the_others(
+    tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert slowest([1.0, 4.0, 2.0, 1.0]) == (1, 4.0)
     prompts = loaded(tmp_path, SUMS[:2], tokenizer)
     experience = to_experience(answers(prompts, ["0", "4"], tokenizer))
@@ -182,6 +184,15 @@ def test_the_slowest_worker_is_compared_with_the_median_of_the_others(tokenizer,
     for metrics in measured_on_all:
         assert metrics["perf/slowest_worker"] == 2.0
         assert metrics["perf/slowest_worker_ratio"] == pytest.approx(3.0)
+
+    # Workers that share rows: those compared are 0, 2 and 4 of all learner workers.
+    monkeypatch.setattr("torch.distributed.get_global_rank", lambda group, rank: group[rank])
+
+    def grouped(workers: Workers) -> dict[str, float]:
+        object.__setattr__(workers, "group", [0, 2, 4])
+        return measured(workers)
+
+    assert {metrics["perf/slowest_worker"] for metrics in on_workers(3, grouped)} == {4.0}
     rows = [{"step": step, **measured_on_all[0]} for step in range(1, 6)]
     (finding,) = findings(rows)
     assert (finding.rule, finding.step) == ("straggler", 5)
