@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.learner_section import (
@@ -61,6 +62,10 @@ NUMBERS_DO_NOT_DEPEND_ON = (
 learning rate depends on it. Worker counts, the ZeRO stage, and where activations are kept or
 computed again change only the rounding of sums."""
 
+OWN_LIMIT_FACTOR = 1.05
+"""Factor from the longest limit of a piece of work to the limit of the run, so that the first is
+reached first."""
+
 
 class RecipeConfig(RunFile):
     """Base class of the run files of all recipes."""
@@ -108,6 +113,14 @@ class RecipeConfig(RunFile):
     def measures_held_out(self) -> bool:
         """True if there are `eval/*` metrics."""
         return bool(self.eval.prompts)
+
+    @property
+    def hang_limit_s(self) -> float | None:
+        """Seconds without progress after which the run hangs, or None for no limit.
+
+        This is `placement.hang_timeout_s`. Work with a limit of its own has until then.
+        """
+        return self.placement.hang_timeout_s
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
@@ -222,6 +235,26 @@ class OnlineConfig(RecipeConfig):
         keys = (key for key in self.functions if key.startswith(f"{self.recipe}."))
         specs = {key: value_at(self, key) or "" for key in keys}
         return {key: spec for key, spec in specs.items() if is_import_path(spec)}
+
+    @property
+    @override
+    def hang_limit_s(self) -> float | None:
+        limit_s = super().hang_limit_s
+        if limit_s is None:
+            return None
+        own = [
+            (self.reward, "timeout_s"),
+            (self.eval, "timeout_s"),
+            (self.rollout, "step_timeout_s"),
+            (self.placement.deployment, "stall_timeout_s"),
+        ]
+        for section, key in own:
+            own_s: float | None = getattr(section, key)
+            # A default does not raise a shorter limit of the run, which somebody has set.
+            is_meant = own_s != type(section).model_fields[key].default or own_s == limit_s
+            if own_s is not None and is_meant:
+                limit_s = max(limit_s, own_s * OWN_LIMIT_FACTOR)
+        return limit_s
 
     @property
     def reference(self) -> str | None:

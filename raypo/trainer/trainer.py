@@ -372,7 +372,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             detect_nccl_hangs(
                 self,
                 partial(monitor.tell.remote, "message"),
-                confirm_s=(self.config.placement.hang_timeout_s or 1200.0) / 2,
+                confirm_s=(self.config.hang_limit_s or 1200.0) / 2,
             )
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
@@ -490,7 +490,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         watchdog = Watchdog(
-            self.config.placement.hang_timeout_s,
+            self.config.hang_limit_s,
             self.config.max_failures,
             self._files,
             console.message,

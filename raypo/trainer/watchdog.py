@@ -1,6 +1,6 @@
 """The watchdog of a run: it finds a hang from the workers' heartbeats, and ends what hangs.
 
-A run hangs if, for `placement.hang_timeout_s`, a worker's process has not answered, or a piece of
+A run hangs if, for the config's `hang_limit_s`, a worker's process has not answered, or a piece of
 work that must move by itself has not moved (`raypo.pending_work`), or nothing in any worker has.
 The watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
 learner workers. Ray Train restarts them from the last checkpoint as often as `max_failures` allows.
@@ -45,15 +45,6 @@ class Worker:
         """Name for messages."""
         return f"learner worker {self.beat.rank}"
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds since anything in the worker has moved."""
-        return self.beat.idle_s + self.age_s
-
-    def idle_of(self, work: Pending) -> float:
-        """Return the seconds since a piece of the worker's work has moved."""
-        return work.idle_s + self.age_s
-
 
 @dataclass(frozen=True)
 class Hang:
@@ -77,6 +68,7 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
     """Return the hang of a run, or None if it goes on.
 
     If no thread stands still in work of its own, replicas are blamed, then work that must move.
+    Idle times are those that the workers have sent: a late beat does not make them longer.
     """
     silence_s = min(timeout_s, LONGEST_SILENCE_S)
     silent = [worker for worker in workers if worker.age_s >= silence_s]
@@ -87,7 +79,7 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
         (worker, work)
         for worker in workers
         for work in worker.beat.pending
-        if worker not in silent and worker.idle_of(work) >= timeout_s
+        if worker not in silent and work.idle_s >= timeout_s
     ]
     blamed: Sequence[tuple[Worker, Pending]] = []
     if not silent:
@@ -117,10 +109,10 @@ def _idle_s(workers: Sequence[Worker]) -> float:
     least: dict[str, float] = {}
     for worker, work in all_work:
         for name in (*work.inside, work.name):
-            least[name] = min(least.get(name, math.inf), worker.idle_of(work))
+            least[name] = min(least.get(name, math.inf), work.idle_s)
     idle_s = [least[work.name] for _, work in all_work if work.must_move]
     if all_work:  # outside of all work, the start of engines has its own limit
-        idle_s.append(min(worker.idle_s for worker in workers))
+        idle_s.append(min(worker.beat.idle_s for worker in workers))
     return max(idle_s, default=0.0)
 
 
@@ -148,7 +140,7 @@ class Watchdog:
     """The watchdog of one run, in its driver. The main thread calls every method."""
 
     timeout_s: float | None
-    """`placement.hang_timeout_s`. None means that nothing is watched."""
+    """`hang_limit_s` of the config. None means that nothing is watched."""
     max_failures: int
     files: RunFiles
     say: Callable[[str], None]
@@ -200,8 +192,8 @@ class Watchdog:
     def _end(self, hang: Hang, actors: Sequence[ActorProcess]) -> None:
         ids = {beat.actor_id: rank for rank, (beat, _) in self._beats.items()}
         message = (
-            f"hang: no progress for {hang.idle_s:.0f} s (placement.hang_timeout_s: "
-            f"{self.timeout_s:g}). {hang}."
+            f"hang: no progress for {hang.idle_s:.0f} s (the limit is "
+            f"{self.timeout_s:g} s). {hang}."
         )
         self.say(message)
         named = [

@@ -556,3 +556,21 @@ def test_a_password_in_a_run_file_is_refused_because_the_run_would_record_it(key
 def test_addresses_without_a_password_stay():
     for path in ("s3://bucket/runs?region=eu", "hdfs://user@host:9000/a", "gs://a/b@c"):
         assert PPOConfig.parse(with_keys(storage_path=path)).storage_path == path
+
+
+@pytest.mark.parametrize(
+    ("values", "limit_s"),
+    [
+        ({}, 1890.0),  # the default of reward.timeout_s is as long, and has to be reached first
+        ({"placement.hang_timeout_s": 300.0}, 300.0),
+        ({"placement.hang_timeout_s": 3600.0}, 3600.0),
+        ({"placement.hang_timeout_s": None, "reward.timeout_s": 3600.0}, None),
+        ({"reward.timeout_s": 3600.0}, 3780.0),
+        ({"eval.timeout_s": 3600.0}, 3780.0),
+        ({"placement.deployment.stall_timeout_s": 3600.0}, 3780.0),
+        ({"reward.timeout_s": None, "eval.timeout_s": 60.0}, 1800.0),
+    ],
+)
+def test_work_with_a_limit_of_its_own_does_not_hang_before_it(values, limit_s):
+    tree = with_keys(**{key.replace(".", "__"): value for key, value in values.items()})
+    assert PPOConfig.parse(tree).hang_limit_s == limit_s
