@@ -2,8 +2,9 @@
 
 A run hangs if, for the config's `hang_limit_s`, a worker's process has not answered, or a piece of
 work that must move by itself has not moved (`raypo.pending_work`), or nothing in any worker has.
-The watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
-learner workers. Ray Train restarts them from the last checkpoint as often as `max_failures` allows.
+The watchdog then reads the stacks of all processes, kills the learner workers, and writes the
+stacks to `hangs/` in the run's folder. Ray Train restarts the workers from the last checkpoint as
+often as `max_failures` allows.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ WRITTEN_WITHIN_S = 30.0
 """Seconds that writing the stacks may take, on a storage that may not answer."""
 CONTROLLER = "TrainController"
 """Class of Ray Train's controller, an actor without a name."""
+BUSY = "; on GPUs workers that wait for another look busy too, so compare their stacks"
 MOST_WAITING = 4
 """Number of waiting workers that a message names."""
 
@@ -64,9 +66,11 @@ class Hang:
     """Names of the replicas among the culprits."""
     is_of_controller: bool = False
     """True if all workers wait for Ray Train's controller to take their report."""
+    note: str = ""
+    """Advice that follows the clauses."""
 
     def __str__(self) -> str:
-        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]])
+        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]]) + self.note
 
 
 def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
@@ -101,6 +105,15 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
         [_clause(*pair) for pair in stands if pair not in blamed],
         frozenset(work.replica for _, work in blamed if work.replica),
         is_of_controller=bool(blamed) and all(work.name == REPORT for _, work in stands),
+        note=BUSY if _are_all_busy(workers, blamed) else "",
+    )
+
+
+def _are_all_busy(workers: Sequence[Worker], blamed: Sequence[tuple[Worker, Pending]]) -> bool:
+    """Return True if all of several workers seem to work, and on the same."""
+    works = {(worker.beat.rank, work.name) for worker, work in blamed if not work.waits}
+    return len(workers) > 1 and any(
+        {(worker.beat.rank, name) for worker in workers} <= works for name in {n for _, n in works}
     )
 
 
@@ -123,7 +136,8 @@ def _idle_s(workers: Sequence[Worker]) -> float:
 
 def _clause(worker: Worker, work: Pending) -> str:
     if work.replica:
-        return f"{worker.name} waits in {' > '.join(work.inside)} for {work.name}"
+        place = f" in {' > '.join(work.inside)}" if work.inside else ""
+        return f"{worker.name} waits{place} for {work.name}"
     verb = "waits" if work.waits else "does not go on"
     return f"{worker.name} {verb} in {_chain(work)}" + (f", in {work.place}" if work.place else "")
 

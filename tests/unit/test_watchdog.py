@@ -129,6 +129,21 @@ def test_a_late_beat_makes_no_work_idle():
     assert find_hang([worker(0, idle(REWARD, 29.0), age_s=5.0)], LIMIT_S) is None
 
 
+def test_workers_that_are_all_busy_in_the_same_work_are_to_be_compared():
+    # With NCCL only the device of a worker waits.
+    hang = found(worker(0, idle(UPDATE)), worker(1, idle(UPDATE)))
+    assert str(hang).endswith(
+        "; on GPUs workers that wait for another look busy too, so compare their stacks"
+    )
+    for others in ([], [worker(1, idle(COLLECTIVE))]):
+        assert "compare" not in str(found(worker(0, idle(UPDATE)), *others))
+
+
+def test_a_replica_without_work_around_it_is_named():
+    hang = found(worker(0, idle(replace(CALL, inside=()))))
+    assert str(hang) == "learner worker 0 waits for engine 0 (submit)"
+
+
 class Driver:
     """A watchdog with beats and processes that a test gives it, at a time that it sets."""
 
