@@ -107,7 +107,7 @@ class CheckpointWriter:
         """
         told_at = moved_at = time.monotonic()
         while (attempt := self._attempt) is not None:
-            if not wait([attempt], timeout=LOOK_EVERY_S).done:
+            if not wait([attempt], timeout=min(LOOK_EVERY_S, TOLD_AFTER_S)).done:
                 # Ray Train's thread has a context of its own, so its work does not move this one.
                 if (work := self._work) is not None and work.moved_at > moved_at:
                     moved_at = work.moved_at
