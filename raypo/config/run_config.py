@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
-from typing_extensions import override
 
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.learner_section import (
@@ -120,7 +119,24 @@ class RecipeConfig(RunFile):
 
         This is `placement.hang_timeout_s`. Work with a limit of its own has until then.
         """
-        return self.placement.hang_timeout_s
+        limit_s = self.placement.hang_timeout_s
+        if limit_s is None:
+            return None
+        sections: list[tuple[Any, str]] = [
+            (getattr(self, "reward", None), "timeout_s"),
+            (self.eval, "timeout_s"),
+            (getattr(self, "rollout", None), "step_timeout_s"),
+            (self.placement.deployment, "stall_timeout_s"),
+        ]
+        for section, key in sections:
+            own_s = getattr(section, key, None)  # recipes on examples lack some of them
+            if own_s is None:
+                continue
+            # A default does not raise a shorter limit of the run, which somebody has set.
+            is_default = own_s == type(section).model_fields[key].default
+            if own_s == limit_s or not is_default:
+                limit_s = max(limit_s, own_s * OWN_LIMIT_FACTOR)
+        return limit_s
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
@@ -235,26 +251,6 @@ class OnlineConfig(RecipeConfig):
         keys = (key for key in self.functions if key.startswith(f"{self.recipe}."))
         specs = {key: value_at(self, key) or "" for key in keys}
         return {key: spec for key, spec in specs.items() if is_import_path(spec)}
-
-    @property
-    @override
-    def hang_limit_s(self) -> float | None:
-        limit_s = super().hang_limit_s
-        if limit_s is None:
-            return None
-        own = [
-            (self.reward, "timeout_s"),
-            (self.eval, "timeout_s"),
-            (self.rollout, "step_timeout_s"),
-            (self.placement.deployment, "stall_timeout_s"),
-        ]
-        for section, key in own:
-            own_s: float | None = getattr(section, key)
-            # A default does not raise a shorter limit of the run, which somebody has set.
-            is_meant = own_s != type(section).model_fields[key].default or own_s == limit_s
-            if own_s is not None and is_meant:
-                limit_s = max(limit_s, own_s * OWN_LIMIT_FACTOR)
-        return limit_s
 
     @property
     def reference(self) -> str | None:

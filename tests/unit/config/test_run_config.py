@@ -11,6 +11,8 @@ from raypo.config import (
     ConfigError,
     EvalSection,
     PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
     SourceEntry,
     load_run_config,
 )
@@ -574,3 +576,9 @@ def test_addresses_without_a_password_stay():
 def test_work_with_a_limit_of_its_own_does_not_hang_before_it(values, limit_s):
     tree = with_keys(**{key.replace(".", "__"): value for key, value in values.items()})
     assert PPOConfig.parse(tree).hang_limit_s == limit_s
+
+
+def test_recipes_on_examples_have_the_limits_of_their_own_sections():
+    tree = {"name": "run", "model": {"policy": "tiny"}, "data": {"prompts": "rows.jsonl"}}
+    assert SFTConfig.parse(tree).hang_limit_s == 1890.0  # eval.timeout_s
+    assert RewardModelConfig.parse(tree).hang_limit_s == 1800.0
