@@ -14,8 +14,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -35,6 +36,16 @@ def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     run, args = copy_context().run, (settle, future, function)
     threading.Thread(target=run, args=args, name=name, daemon=True).start()
     return future
+
+
+def in_this_context(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that any thread may call, and that runs in a copy of this context."""
+    context = copy_context()
+
+    def run(*args: P.args, **keywords: P.kwargs) -> T:
+        return context.copy().run(function, *args, **keywords)
+
+    return run
 
 
 def settle(future: Future[T], function: Callable[[], T]) -> None:

@@ -221,7 +221,7 @@ def detect_nccl_hangs(
         NCCL_RAS_CONFIRM_DURATION_S_ENV_VAR,
     )
 
-    if os.environ.get(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR) == "0":
+    if os.environ.get(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR, "").lower() in ("0", "false"):
         return
 
     class ToConsole(logging.Handler):

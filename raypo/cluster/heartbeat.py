@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import ray
@@ -21,6 +21,11 @@ from raypo.pending_work import Pending
 
 LONGEST_PERIOD_S = 10.0
 """Longest time between two beats, in seconds."""
+LONGEST_STACKS = 50_000
+"""Longest text of stacks, in characters. Ray would put a longer one into its object store, which
+may be full."""
+JOIN_S = 5.0
+"""Seconds that a beat which is being sent may take when the worker's loop has ended."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,19 @@ def heartbeat(monitor: ActorHandle | None, rank: int, timeout_s: float | None) -
 
     def send() -> None:
         while not is_over.wait(min(timeout_s / 5, LONGEST_PERIOD_S)):
-            idle_s, pending = pending_work.idle_s(), tuple(pending_work.pending())
-            is_slow = any(work.idle_s > timeout_s / 2 for work in pending)
-            stacks = _stacks() if is_slow else ""
-            monitor.beat.remote(Beat(rank, actor_id, idle_s, pending, stacks))
+            with suppress(Exception):  # without further beats a healthy worker would be killed
+                idle_s, pending = pending_work.idle_s(), tuple(pending_work.pending())
+                is_slow = any(work.idle_s > timeout_s / 2 for work in pending)
+                stacks = _stacks()[:LONGEST_STACKS] if is_slow else ""
+                monitor.beat.remote(Beat(rank, actor_id, idle_s, pending, stacks))
 
-    threading.Thread(target=send, name="raypo-heartbeat", daemon=True).start()
+    thread = threading.Thread(target=send, name="raypo-heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
+        thread.join(JOIN_S)  # no other beat may follow the last one
         monitor.beat.remote(Beat(rank, actor_id, is_last=True))
 
 

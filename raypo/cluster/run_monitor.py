@@ -84,6 +84,7 @@ class Monitor:
         """
         waited_s = 0.0 if self._attempts else time.monotonic() - self._created_at
         self._attempts, self._group = self._attempts + 1, group
+        self.tell("attempt", None)
         return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:

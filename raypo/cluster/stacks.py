@@ -26,8 +26,9 @@ from raypo.ray_internals import ActorProcess
 
 T = TypeVar("T")
 PY_SPY_TIMEOUT_S = 20.0
-NODE_TIMEOUT_S = 60.0
-"""Seconds that a node may take to start a task and to run it."""
+NODE_TIMEOUT_S = 180.0
+"""Seconds that a node may take to start a task and to run it. py-spy may need its time limit for
+each of a node's processes, of which four are read at a time."""
 
 
 def stacks_of(actors: Iterable[ActorProcess]) -> dict[str, str]:

@@ -122,7 +122,9 @@ class PlacementSection(Config):
     push, a file. The run then says who waits for whom, writes the stacks of all of its
     processes to hangs/ in its folder, and kills its learner workers. They resume from the last
     checkpoint as often as `max_failures` allows. A single call of a reward function that takes all
-    responses at once may not take longer. null means no limit."""
+    responses at once may not take longer. A longer limit of reward.timeout_s, eval.timeout_s,
+    rollout.step_timeout_s or placement.deployment.stall_timeout_s that was set, plus 5%, takes the
+    place of this one. null means no limit."""
     deployment: DeploymentSection = DeploymentSection()
 
     def _problems(self) -> Iterator[str]:

@@ -61,6 +61,10 @@ NUMBERS_DO_NOT_DEPEND_ON = (
 learning rate depends on it. Worker counts, the ZeRO stage, and where activations are kept or
 computed again change only the rounding of sums."""
 
+OWN_LIMIT_FACTOR = 1.05
+"""Factor from the longest limit of a piece of work to the limit of the run, so that the first is
+reached first."""
+
 
 class RecipeConfig(RunFile):
     """Base class of the run files of all recipes."""
@@ -108,6 +112,31 @@ class RecipeConfig(RunFile):
     def measures_held_out(self) -> bool:
         """True if there are `eval/*` metrics."""
         return bool(self.eval.prompts)
+
+    @property
+    def hang_limit_s(self) -> float | None:
+        """Seconds without progress after which the run hangs, or None for no limit.
+
+        This is `placement.hang_timeout_s`. Work with a limit of its own has until then.
+        """
+        limit_s = self.placement.hang_timeout_s
+        if limit_s is None:
+            return None
+        sections: list[tuple[Any, str]] = [
+            (getattr(self, "reward", None), "timeout_s"),
+            (self.eval, "timeout_s"),
+            (getattr(self, "rollout", None), "step_timeout_s"),
+            (self.placement.deployment, "stall_timeout_s"),
+        ]
+        for section, key in sections:
+            own_s = getattr(section, key, None)  # recipes on examples lack some of them
+            if own_s is None:
+                continue
+            # A default does not raise a shorter limit of the run, which somebody has set.
+            is_default = own_s == type(section).model_fields[key].default
+            if own_s == limit_s or not is_default:
+                limit_s = max(limit_s, own_s * OWN_LIMIT_FACTOR)
+        return limit_s
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:

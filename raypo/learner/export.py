@@ -21,6 +21,7 @@ from raypo.models.checkpoint import stored_tensors
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
 from raypo.models.shares import whole_bytes
+from raypo.pending_work import moved
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -82,6 +83,7 @@ def _write_folder(network: Any, folder: Path, weights: NamedWeights, tokenizer: 
     for group in _shards(on_host):
         saved.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
         parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
+        moved()
         group.clear()  # before the next one is gathered
     _name_parts(folder, parts)
     follow_umask(folder)

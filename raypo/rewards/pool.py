@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from raypo.concurrency import in_this_context
 from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name, load_function
 from raypo.custom.process_pool import CallTimeout, ProcessDied, UserCodePool
@@ -59,6 +61,9 @@ class PooledReward:
         """
         pieces = list(_pieces(rollouts, self._processes))
         futures = [self._pool.submit(_scores, piece) for piece in pieces]
+        note_moved = in_this_context(_note_moved)  # the pool's thread calls it
+        for future in futures:
+            future.add_done_callback(note_moved)
         scores: list[Any] = []
         try:
             for piece, future in zip(pieces, futures, strict=True):
@@ -70,7 +75,6 @@ class PooledReward:
                 if isinstance(answer, RewardError):
                     raise answer
                 scores += answer
-                moved()
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -80,6 +84,10 @@ class PooledReward:
     def close(self) -> None:
         """Kill the processes and wait for them."""
         self._pool.close()
+
+
+def _note_moved(_: Future[Any]) -> None:
+    moved()
 
 
 def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:

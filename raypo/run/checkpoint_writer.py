@@ -21,12 +21,14 @@ from typing import Any
 import ray.train
 from ray.train import Checkpoint
 
-from raypo.pending_work import at_work
+from raypo.pending_work import Work, at_work, moved
 from raypo.ray_internals import check_shared, checkpoint_folder, run_storage
 from raypo.storage.folder import copy_to
 from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 
+LOOK_EVERY_S = 5.0
+"""Interval, in seconds, at which a worker that waits for a checkpoint looks whether it moves."""
 TOLD_AFTER_S = 30.0
 """Interval, in seconds, between messages while the run waits for a checkpoint."""
 RETRIED_WITHIN_S = 10.0
@@ -50,6 +52,7 @@ class CheckpointWriter:
         self._files, self._tell = files, tell
         self._step = 0
         self._attempt: Future[None] | None = None  # of the last checkpoint; a retry has its own
+        self._work: Work | None = None  # of the thread that writes or stores the checkpoint
 
     @property
     def is_busy(self) -> bool:
@@ -71,10 +74,11 @@ class CheckpointWriter:
             self._attempt = attempt = Future[None]() if first.done() else first
             try:
                 if staged.write is not None and not is_written:
-                    with at_work(f"writing the checkpoint of step {step}"):
+                    with at_work(f"writing the checkpoint of step {step}") as self._work:
                         staged.write()
                     is_written = True
-                with at_work(f"storing the checkpoint of step {step} in {self._files.location}"):
+                storing = f"storing the checkpoint of step {step} in {self._files.location}"
+                with at_work(storing) as self._work:
                     self._files.sync(models=True)
                     move = _move_into_place if self._files.is_local else self._upload
                     final = move(checkpoint, name)
@@ -96,15 +100,24 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, if any. Send messages if it takes long.
 
+        The work of this context moves whenever the writing or storing does.
+
         Raises:
             StorageError: the checkpoint cannot be stored, after several attempts.
         """
+        told_at = moved_at = time.monotonic()
         while (attempt := self._attempt) is not None:
-            if not wait([attempt], timeout=TOLD_AFTER_S).done:
-                self._tell(
-                    f"waiting until the checkpoint of step {self._step} is stored in "
-                    f"{self._files.location}"
-                )
+            if not wait([attempt], timeout=min(LOOK_EVERY_S, TOLD_AFTER_S)).done:
+                # Ray Train's thread has a context of its own, so its work does not move this one.
+                if (work := self._work) is not None and work.moved_at > moved_at:
+                    moved_at = work.moved_at
+                    moved()
+                if time.monotonic() - told_at >= TOLD_AFTER_S:
+                    told_at = time.monotonic()
+                    self._tell(
+                        f"waiting until the checkpoint of step {self._step} is stored in "
+                        f"{self._files.location}"
+                    )
                 continue
             if attempt.exception() is not None:
                 time.sleep(RETRIED_WITHIN_S)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raypo.concurrency import daemon_future
+from raypo.concurrency import daemon_future, in_this_context
 from raypo.config import FilterSection, OnlineConfig, PPOConfig
 from raypo.metrics.clock import Clock, Span
 from raypo.pending_work import at_work
@@ -232,7 +232,8 @@ class Rollouts:
             self._phases.turn(Phase.GENERATE)
             rollouts = self._sampler.sample(
                 prompts,
-                on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
+                # Score during sampling. The engine's call, which calls it, does not enclose that.
+                on_rollouts=in_this_context(scoring.add) if scoring.scores_early else None,
             )
         clock.lap("time/generate_s")
         with at_work("scoring", must_move=False):

@@ -115,7 +115,7 @@ class Checkpoints:
                 run.files.truncate(after_step=0)
         if run.workers.rank == 0:
             run.files.clear_stages()
-        limit_s = run.config.placement.hang_timeout_s
+        limit_s = run.config.hang_limit_s
         run.at_end.enter_context(heartbeat(run.runtime.monitor, run.workers.rank, limit_s))
         return state
 

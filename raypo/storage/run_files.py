@@ -237,9 +237,13 @@ class RunFiles:
         """Append a line to `timeline/<worker>.jsonl`. Each worker has its own file."""
         path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
 
-        def append() -> None:  # readers skip a line that a full disk has cut
+        start = ""
+
+        def append() -> None:  # readers skip empty lines, and a line that a full disk has cut
+            nonlocal start
+            content, start = f"{start}{json.dumps(line)}\n", "\n"  # a second attempt ends that line
             with path.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(line)}\n")
+                file.write(content)
 
         retried(append, f"writing {path.name}")
 

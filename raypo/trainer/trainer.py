@@ -372,7 +372,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             detect_nccl_hangs(
                 self,
                 partial(monitor.tell.remote, "message"),
-                confirm_s=(self.config.placement.hang_timeout_s or 1200.0) / 2,
+                confirm_s=(self.config.hang_limit_s or 1200.0) / 2,
             )
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
@@ -490,7 +490,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         watchdog = Watchdog(
-            self.config.placement.hang_timeout_s,
+            self.config.hang_limit_s,
             self.config.max_failures,
             self._files,
             console.message,
@@ -500,7 +500,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
-                show_events(console, monitor, watchdog.note)
+                show_events(console, monitor, watchdog)
                 watchdog.look()
                 if self._is_unwanted():
                     monitor.request_stop.remote()
@@ -511,14 +511,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                         f"{after_s:g} s have passed (stop.after_s): stopping after this step, "
                         "with a checkpoint; the same command resumes the run."
                     )
-            show_events(console, monitor, watchdog.note)
+            show_events(console, monitor, watchdog)
             try:
                 return outcome.result()
             except (WorkerGroupError, ControllerError) as error:
-                if watchdog.hang is None:
-                    raise
-                failures = getattr(error, "worker_failures", {})
-                raise WorkerGroupError(watchdog.hang, failures) from None
+                raise watchdog.explained(error) from None
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
         """Run TorchTrainer.fit, and run it again with a new controller if its controller is lost.

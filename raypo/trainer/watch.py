@@ -26,15 +26,17 @@ from raypo.custom.errors import UserCodeError
 from raypo.metrics.process_memory import peak_memory
 from raypo.ray_internals import cause_of, failed_to_start
 from raypo.tracking.console import Console
+from raypo.trainer.watchdog import Watchdog
 
 
-def show_events(console: Console, monitor: ActorHandle, on_beat: Callable[[Any], None]) -> None:
-    """Print the events that workers have reported since the last call, and pass on their beats."""
+def show_events(console: Console, monitor: ActorHandle, watchdog: Watchdog) -> None:
+    """Print the events that workers have reported since the last call, or tell the watchdog."""
     handlers = {
         "start": console.resume,
         "step": console.step,
         "phase": console.phase,
-        "beat": on_beat,
+        "attempt": watchdog.begin_attempt,
+        "beat": watchdog.note,
     }
     for kind, content in ray.get(monitor.drain.remote(peak_memory())):
         handlers.get(kind, console.message)(content)

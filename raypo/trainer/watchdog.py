@@ -1,9 +1,10 @@
 """The watchdog of a run: it finds a hang from the workers' heartbeats, and ends what hangs.
 
-A run hangs if, for `placement.hang_timeout_s`, a worker's process has not answered, or a piece of
+A run hangs if, for the config's `hang_limit_s`, a worker's process has not answered, or a piece of
 work that must move by itself has not moved (`raypo.pending_work`), or nothing in any worker has.
-The watchdog then writes the stacks of all processes to `hangs/` in the run's folder, and kills the
-learner workers. Ray Train restarts them from the last checkpoint as often as `max_failures` allows.
+The watchdog then reads the stacks of all processes, kills the learner workers, and writes the
+stacks to `hangs/` in the run's folder. Ray Train restarts the workers from the last checkpoint as
+often as `max_failures` allows.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from ray.exceptions import RayError
+from ray.train import ControllerError, WorkerGroupError
 
 from raypo.cluster.heartbeat import Beat
 from raypo.cluster.stacks import kill_processes, stacks_of
+from raypo.concurrency import daemon_future
 from raypo.pending_work import REPORT, Pending
 from raypo.ray_internals import ActorProcess, actors_of_this_job, is_driver
 from raypo.storage.run_files import HANGS, RunFiles
@@ -27,8 +29,13 @@ LOOK_EVERY_S = 0.5
 LONGEST_SILENCE_S = 540.0
 """Seconds without a beat after which a worker hangs in any case. Ray Train (2.60) ends a worker
 that does not answer for 600 s, without a word about what it did."""
+KILLED_WITHIN_S = 180.0
+"""Seconds after which a worker that still sends beats was not killed: its node did not answer."""
+WRITTEN_WITHIN_S = 30.0
+"""Seconds that writing the stacks may take, on a storage that may not answer."""
 CONTROLLER = "TrainController"
 """Class of Ray Train's controller, an actor without a name."""
+BUSY = "; on GPUs workers that wait for another look busy too, so compare their stacks"
 MOST_WAITING = 4
 """Number of waiting workers that a message names."""
 
@@ -45,15 +52,6 @@ class Worker:
         """Name for messages."""
         return f"learner worker {self.beat.rank}"
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds since anything in the worker has moved."""
-        return self.beat.idle_s + self.age_s
-
-    def idle_of(self, work: Pending) -> float:
-        """Return the seconds since a piece of the worker's work has moved."""
-        return work.idle_s + self.age_s
-
 
 @dataclass(frozen=True)
 class Hang:
@@ -68,15 +66,18 @@ class Hang:
     """Names of the replicas among the culprits."""
     is_of_controller: bool = False
     """True if all workers wait for Ray Train's controller to take their report."""
+    note: str = ""
+    """Advice that follows the clauses."""
 
     def __str__(self) -> str:
-        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]])
+        return "; ".join([*self.culprits, *self.waiting[:MOST_WAITING]]) + self.note
 
 
 def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
     """Return the hang of a run, or None if it goes on.
 
     If no thread stands still in work of its own, replicas are blamed, then work that must move.
+    Idle times are those that the workers have sent: a late beat does not make them longer.
     """
     silence_s = min(timeout_s, LONGEST_SILENCE_S)
     silent = [worker for worker in workers if worker.age_s >= silence_s]
@@ -87,7 +88,7 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
         (worker, work)
         for worker in workers
         for work in worker.beat.pending
-        if worker not in silent and worker.idle_of(work) >= timeout_s
+        if worker not in silent and work.idle_s >= timeout_s
     ]
     blamed: Sequence[tuple[Worker, Pending]] = []
     if not silent:
@@ -104,6 +105,15 @@ def find_hang(workers: Sequence[Worker], timeout_s: float) -> Hang | None:
         [_clause(*pair) for pair in stands if pair not in blamed],
         frozenset(work.replica for _, work in blamed if work.replica),
         is_of_controller=bool(blamed) and all(work.name == REPORT for _, work in stands),
+        note=BUSY if _are_all_busy(workers, blamed) else "",
+    )
+
+
+def _are_all_busy(workers: Sequence[Worker], blamed: Sequence[tuple[Worker, Pending]]) -> bool:
+    """Return True if all of several workers seem to work, and on the same."""
+    works = {(worker.beat.rank, work.name) for worker, work in blamed if not work.waits}
+    return len(workers) > 1 and any(
+        {(worker.beat.rank, name) for worker in workers} <= works for name in {n for _, n in works}
     )
 
 
@@ -113,20 +123,21 @@ def _idle_s(workers: Sequence[Worker]) -> float:
     Work of one name that several workers do together, such as an update, moves if it does on any of
     them, because the others may wait for the slowest. It also moves if work inside of it does.
     """
-    all_work = [(worker, work) for worker in workers for work in worker.beat.pending]
+    all_work = [work for worker in workers for work in worker.beat.pending]
     least: dict[str, float] = {}
-    for worker, work in all_work:
+    for work in all_work:
         for name in (*work.inside, work.name):
-            least[name] = min(least.get(name, math.inf), worker.idle_of(work))
-    idle_s = [least[work.name] for _, work in all_work if work.must_move]
+            least[name] = min(least.get(name, math.inf), work.idle_s)
+    idle_s = [least[work.name] for work in all_work if work.must_move]
     if all_work:  # outside of all work, the start of engines has its own limit
-        idle_s.append(min(worker.idle_s for worker in workers))
+        idle_s.append(min(worker.beat.idle_s for worker in workers))
     return max(idle_s, default=0.0)
 
 
 def _clause(worker: Worker, work: Pending) -> str:
     if work.replica:
-        return f"{worker.name} waits in {' > '.join(work.inside)} for {work.name}"
+        place = f" in {' > '.join(work.inside)}" if work.inside else ""
+        return f"{worker.name} waits{place} for {work.name}"
     verb = "waits" if work.waits else "does not go on"
     return f"{worker.name} {verb} in {_chain(work)}" + (f", in {work.place}" if work.place else "")
 
@@ -148,7 +159,7 @@ class Watchdog:
     """The watchdog of one run, in its driver. The main thread calls every method."""
 
     timeout_s: float | None
-    """`placement.hang_timeout_s`. None means that nothing is watched."""
+    """`hang_limit_s` of the config. None means that nothing is watched."""
     max_failures: int
     files: RunFiles
     say: Callable[[str], None]
@@ -157,30 +168,50 @@ class Watchdog:
     """Message about the hang that ended the present attempt."""
     _beats: dict[int, tuple[Beat, float]] = field(default_factory=dict)
     """Last beat of each worker by rank, and the time when it arrived."""
-    _ended: set[str] = field(default_factory=set)
-    """Ids of the actors that were killed."""
+    _ended: dict[str, float] = field(default_factory=dict)
+    """Time when each actor was killed, by its id."""
     _looked_at: float = 0.0
+    _quiet_until: float = 0.0
+    """Time before which nothing counts as a hang."""
+
+    def begin_attempt(self, _: None = None) -> None:
+        """Note that the workers of an attempt have started: no earlier hang explains its end."""
+        self.hang = None
+
+    def explained(
+        self, error: WorkerGroupError | ControllerError
+    ) -> WorkerGroupError | ControllerError:
+        """Return the error of a run that has failed, or that of the hang that ended it."""
+        has_reason = isinstance(error, WorkerGroupError) and not error.worker_failures
+        if self.hang is None or has_reason:
+            return error
+        return WorkerGroupError(self.hang, getattr(error, "worker_failures", {}))
 
     def note(self, beat: Beat) -> None:
         """Note a worker's beat."""
-        if beat.actor_id in self._ended:
+        if time.monotonic() - self._ended.get(beat.actor_id, -math.inf) < KILLED_WITHIN_S:
             return
         if beat.is_last:
             self._beats.pop(beat.rank, None)
         else:
             self._beats[beat.rank] = beat, time.monotonic()
-            self.hang = None
 
     def look(self) -> None:
         """End the workers if the run hangs. Call this often."""
         now = time.monotonic()
         if self.timeout_s is None or now - self._looked_at < LOOK_EVERY_S:
             return
-        # This process may have been stopped itself, and then has to read the beats first.
-        was_away, self._looked_at = now - self._looked_at > self.timeout_s / 2, now
-        if was_away or find_hang(self._workers(), self.timeout_s) is None:
+        # This process may have been stopped itself, and the workers with it. Then it has to read
+        # the beats first, and their idle times are too long until everything has moved again.
+        if now - self._looked_at > min(self.timeout_s, LONGEST_SILENCE_S) / 2:
+            self._quiet_until = now + self.timeout_s
+        self._looked_at = now
+        if now < self._quiet_until or find_hang(self._workers(), self.timeout_s) is None:
             return
-        actors = actors_of_this_job()
+        try:
+            actors = actors_of_this_job()
+        except Exception:  # Ray's head does not answer; the next look asks again
+            return
         if not is_driver():  # a trial of a sweep, whose job has the actors of all trials
             ids = {beat.actor_id for beat, _ in self._beats.values()}
             own = f"raypo:{self.files.name}:"
@@ -200,8 +231,8 @@ class Watchdog:
     def _end(self, hang: Hang, actors: Sequence[ActorProcess]) -> None:
         ids = {beat.actor_id: rank for rank, (beat, _) in self._beats.items()}
         message = (
-            f"hang: no progress for {hang.idle_s:.0f} s (placement.hang_timeout_s: "
-            f"{self.timeout_s:g}). {hang}."
+            f"hang: no progress for {hang.idle_s:.0f} s (the limit is "
+            f"{self.timeout_s:g} s). {hang}."
         )
         self.say(message)
         named = [
@@ -211,32 +242,43 @@ class Watchdog:
             for actor in actors
         ]
         stacks: Mapping[str, str] = {}
-        with suppress(RayError):  # the message is worth more than the stacks
+        with suppress(Exception):  # the message and the kill are worth more than the stacks
             stacks = stacks_of(named)
+        own = {
+            f"learner_worker_{beat.rank}_python.txt": beat.stacks
+            for beat, _ in self._beats.values()
+            if beat.stacks
+        }
+        others = hang.replicas | ({CONTROLLER} if hang.is_of_controller else set())
+        with suppress(Exception):  # workers that are still alive are killed after a later look
+            kill_processes(a for a in actors if a.actor_id in ids or a.name in others)
+        self._ended |= dict.fromkeys(ids, time.monotonic())
+        self._beats.clear()
+        where = self._written({"what.txt": message + "\n", **stacks, **own})
         remedy = (
-            f"The stacks of {len(stacks)} processes are in {self._write(message, stacks)}. If the "
-            "run was only slow, raise placement.hang_timeout_s."
+            f"The stacks of {len(stacks)} processes are {where}. If the run was only slow, raise "
+            "placement.hang_timeout_s."
         )
         self.hang = f"{message} {remedy} The same command resumes from the last checkpoint."
         self.say(
             f"{remedy} The learner workers are killed; max_failures ({self.max_failures}) is the "
             "number of times that a run resumes by itself."
         )
-        self._ended |= ids.keys()
-        self._beats.clear()
-        others = hang.replicas | ({CONTROLLER} if hang.is_of_controller else set())
-        with suppress(RayError):
-            kill_processes(a for a in actors if a.actor_id in ids or a.name in others)
+        self._looked_at = time.monotonic()  # this took a while, in which nothing was stopped
 
-    def _write(self, message: str, stacks: Mapping[str, str]) -> str:
+    def _written(self, texts: Mapping[str, str]) -> str:
+        """Write files about a hang, and return where they are."""
         name = f"{HANGS}/{datetime.now():%Y-%m-%dT%H-%M-%S}"
-        own = {
-            f"learner_worker_{beat.rank}_python.txt": beat.stacks
-            for beat, _ in self._beats.values()
-            if beat.stacks
-        }
-        for file, text in {"what.txt": message + "\n", **stacks, **own}.items():
-            path = self.files.folder / name / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        return f"{self.files.location}/{name}"
+        folder = self.files.folder / name
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, text in texts.items():
+                (folder / file).write_text(text, encoding="utf-8")
+
+        try:  # in a thread: the dead storage may be what hangs
+            daemon_future(write, name="raypo-stacks").result(WRITTEN_WITHIN_S)
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or f"no answer for {WRITTEN_WITHIN_S:g} s"
+            return f"not written to {folder} ({reason})"
+        return f"in {self.files.location}/{name}"

@@ -1,11 +1,13 @@
 import asyncio
 import threading
 import time
+from contextvars import ContextVar
+from functools import partial
 
 import pytest
 
 from raypo import concurrency
-from raypo.concurrency import background_future, daemon_future
+from raypo.concurrency import background_future, daemon_future, in_this_context
 
 
 def test_the_result_comes_from_a_thread_that_no_exit_waits_for():
@@ -48,3 +50,18 @@ def test_threads_that_need_the_background_loop_first_get_the_same_one(monkeypatc
         for _ in range(4)
     ]
     assert len({each.result(10) for each in first}) == 1
+
+
+def test_a_function_of_a_context_runs_in_it_in_several_threads_at_once():
+    name: ContextVar[str] = ContextVar("name", default="none")
+    both = threading.Barrier(2)
+
+    def read(mark: str) -> str:
+        both.wait(10.0)
+        return name.get() + mark
+
+    token = name.set("engine")
+    bound = in_this_context(read)
+    name.reset(token)
+    marks = [daemon_future(partial(bound, mark), name="test") for mark in "ab"]
+    assert [mark.result(10.0) for mark in marks] == ["enginea", "engineb"]

@@ -145,10 +145,12 @@ def test_the_words_of_ray_trains_detector_of_nccl_hangs_are_passed_on(
     finally:
         detector.before_worker_group_shutdown(workers)
         logger.handlers.clear()
-    monkeypatch.setenv(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR, "0")
-    off = trainer()
-    detect_nccl_hangs(off, tell, confirm_s=600.0)
-    assert not any(isinstance(each, NCCLRASCallback) for each in off._create_default_callbacks())
+    for value in ("0", "false"):
+        monkeypatch.setenv(ENABLE_NCCL_HANG_DETECTOR_ENV_VAR, value)
+        off = trainer()
+        detect_nccl_hangs(off, tell, confirm_s=600.0)
+        callbacks = off._create_default_callbacks()
+        assert not any(isinstance(each, NCCLRASCallback) for each in callbacks)
 
 
 def test_a_process_outside_of_ray_is_no_driver():

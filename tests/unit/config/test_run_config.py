@@ -11,6 +11,8 @@ from raypo.config import (
     ConfigError,
     EvalSection,
     PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
     SourceEntry,
     load_run_config,
 )
@@ -588,3 +590,27 @@ def test_keys_in_the_options_of_a_uri_are_found(option: str):
     address = f"http://h:8000/score?a=1&{option}=pass"
     assert has_password("reward.url", address)
     assert "pass" not in without_passwords(address)
+
+
+@pytest.mark.parametrize(
+    ("values", "limit_s"),
+    [
+        ({}, 1890.0),  # the default of reward.timeout_s is as long, and has to be reached first
+        ({"placement.hang_timeout_s": 300.0}, 300.0),
+        ({"placement.hang_timeout_s": 3600.0}, 3600.0),
+        ({"placement.hang_timeout_s": None, "reward.timeout_s": 3600.0}, None),
+        ({"reward.timeout_s": 3600.0}, 3780.0),
+        ({"eval.timeout_s": 3600.0}, 3780.0),
+        ({"placement.deployment.stall_timeout_s": 3600.0}, 3780.0),
+        ({"reward.timeout_s": None, "eval.timeout_s": 60.0}, 1800.0),
+    ],
+)
+def test_work_with_a_limit_of_its_own_does_not_hang_before_it(values, limit_s):
+    tree = with_keys(**{key.replace(".", "__"): value for key, value in values.items()})
+    assert PPOConfig.parse(tree).hang_limit_s == limit_s
+
+
+def test_recipes_on_examples_have_the_limits_of_their_own_sections():
+    tree = {"name": "run", "model": {"policy": "tiny"}, "data": {"prompts": "rows.jsonl"}}
+    assert SFTConfig.parse(tree).hang_limit_s == 1890.0  # eval.timeout_s
+    assert RewardModelConfig.parse(tree).hang_limit_s == 1800.0

@@ -4,6 +4,7 @@ import json
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,28 @@ def test_small_files_of_a_checkpoint_and_the_timeline_are_tried_again(
     files = RunFiles(str(tmp_path), "run")
     files.append_timeline("worker", {"step": 1})
     assert (failures, files.timeline()) == ([], [{"step": 1}])
+
+
+def test_a_line_of_the_timeline_that_was_cut_by_a_full_disk_is_whole_at_the_next_attempt(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    opened, failures = Path.open, [OSError(28, "No space left on device")] * 2
+
+    @contextmanager
+    def cutting(path: Path, *args: Any, **named: Any) -> Iterator[Any]:
+        with opened(path, *args, **named) as file:
+            if failures:
+                file.write('{"step": ')
+                raise failures.pop()
+            yield file
+
+    files = RunFiles(str(tmp_path), "run")
+    files.append_timeline("worker", {"step": 1})
+    monkeypatch.setattr(Path, "open", cutting)
+    files.append_timeline("worker", {"step": 2})
+    files.append_timeline("worker", {"step": 3})
+    monkeypatch.undo()
+    assert files.timeline() == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_a_line_of_metrics_that_was_cut_by_a_full_disk_is_whole_at_the_next_attempt(
