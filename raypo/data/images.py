@@ -412,6 +412,11 @@ class WithImages(Sequence[Item]):
         """
         self._items, self._reader = items, reader
 
+    @property
+    def without_images(self) -> Sequence[Item]:
+        """The same items with `images` None. Their access reads no image."""
+        return _Items(self._items)
+
     def __len__(self) -> int:
         return len(self._items)
 
@@ -428,3 +433,27 @@ class WithImages(Sequence[Item]):
         assert self._reader is not None, "rows with images are refused without a reader"
         item: Any = slotted.item
         return replace(item, images=self._reader().read(slotted))
+
+
+class _Items(Sequence[Item]):
+    """The items of `WithImages` as they are stored."""
+
+    def __init__(self, slotted: Sequence[Slotted[Item]]) -> None:
+        self._slotted = slotted
+
+    def __len__(self) -> int:
+        return len(self._slotted)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> _Items[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | _Items[Item]:
+        if isinstance(place, slice):
+            return _Items(self._slotted[place])
+        return self._slotted[place].item
+
+
+def without_images(items: Sequence[Item]) -> Sequence[Item]:
+    """Return prompts or examples for a use that needs no images, so that none is read."""
+    return items.without_images if isinstance(items, WithImages) else items

@@ -142,11 +142,14 @@ def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path
     assert_equal_gradients(gradients(model, mine), theirs)
 
 
-def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
+@pytest.mark.parametrize("lora", [None, PolicyLoraSection(target_modules=["q_proj", "lm_head"])])
+def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path, lora: Any) -> None:
     """Neither does it count in the entropy, nor do other tokens share its probability."""
-    model = policy(folder)
+    model = policy(folder, lora=lora)
     arguments = rows(folder.name, 0)
     head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    assert head.placeholder_id is not None
     own, entropy = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
     head.placeholder_id = None
     free, of_free = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
