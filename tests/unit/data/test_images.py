@@ -6,6 +6,7 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from raypo.config import ConfigError, DataSection, ResponsesSection
 from raypo.data.examples import load_examples
 from raypo.data.images import ImageReader, decoded
 from raypo.data.prompts import load_prompts, peek
+from raypo.rollout.saved_batches import _prompt_of
+from raypo.run.text_metrics import TextMetrics
 from raypo.types import Prompt
 from tests.tiny_vision import picture, tiny_qwen_vl
 
@@ -179,6 +182,28 @@ def test_a_turned_photograph_is_upright(tmp_path: Path, reader: ImageReader):
     assert prompt.images is not None
     assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 8, 4]]
     assert (prompt.token_ids == 6).sum() == 8
+
+
+def test_labels_around_a_prompt_are_found_without_its_images(tmp_path: Path, reader: ImageReader):
+    rows = [{"prompt": "a", "image": "red.png", "label": str(n)} for n in range(5)]
+    load(tmp_path, reader, *rows)
+    section = DataSection(
+        prompts=(f"{tmp_path}/rows.jsonl",),
+        image_key="image",
+        as_chat=True,
+        label_key="label",
+        max_prompt_tokens=100,
+    )
+    tokenizer = reader.processor.tokenizer
+    loaded = load_prompts(section, tokenizer, reader=lambda: reader)
+    texts = TextMetrics.of(loaded, None, tokenizer)
+    with patch.object(reader, "read", wraps=reader.read) as read:
+        assert texts._labels_around(2) == ["1", "2", "3"]
+        read.assert_not_called()
+        prompt = _prompt_of(loaded.prompts, 2)
+        assert prompt is not None
+        assert prompt.images is not None
+        assert read.call_count == 1
 
 
 def test_examples_hold_images(tmp_path: Path, reader: ImageReader):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from raypo.collectives import Workers
+from raypo.data.item_store import Joined
 from raypo.run.reference import with_references
 from raypo.storage.run_files import RunFiles
 from raypo.types import Pair
@@ -39,3 +40,29 @@ def test_each_reference_is_asked_once_about_every_pair(tmp_path: Path):
         assert found[0] == found[1] == [(-7.0, -1.0), (-9.0, -1.0), (-5.0, -1.0)]
         assert found[2] == [(-7.0, -2.0), (-9.0, -2.0), (-5.0, -2.0)]
         assert calls == [2 - rank] * 2
+
+
+def test_preferences_are_read_where_they_are_used(tmp_path: Path):
+    """They may have images: a copy of all would be as large as the data set."""
+    reads: list[int] = []
+
+    class Reads(list[Pair]):
+        def __getitem__(self, place: Any) -> Any:
+            reads.append(place)
+            return super().__getitem__(place)
+
+    def ask(pairs: list[Pair], ask: Any) -> list[tuple[float, float]]:
+        return [(float(pair.chosen_ids[0]), 0.0) for pair in pairs]
+
+    workers: Any = SimpleNamespace(rank=0, count=1, broadcast=lambda value: value)
+    workers.gather = lambda value: [value]
+    run: Any = SimpleNamespace(workers=workers, files=RunFiles(str(tmp_path), "run"))
+    learner: Any = SimpleNamespace(task=None, without_adapter=ask, data=workers)
+    items = Joined(Reads(PAIRS[:1]), Reads(PAIRS[1:]))
+    completed = with_references(run, items, learner, model=None, name="one")
+    reads.clear()
+    assert len(completed) == 3
+    assert reads == []
+    assert [pair.ref_log_probs for pair in completed[1:]] == [(9.0, 0.0), (5.0, 0.0)]
+    assert completed[-1].chosen_ids.tolist() == PAIRS[2].chosen_ids.tolist()
+    assert reads == [0, 1, 1]
