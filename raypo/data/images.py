@@ -12,7 +12,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
@@ -24,6 +24,7 @@ from raypo.config.sources import path_of
 from raypo.data.chat_messages import Message, is_chat
 from raypo.data.rows import Row, RowError, RowImage
 from raypo.storage.folder import open_storage
+from raypo.storage.retries import StorageError, retried
 from raypo.types import Images
 
 if TYPE_CHECKING:
@@ -157,9 +158,9 @@ def _at_beginning(messages: Sequence[Message], count: int) -> list[Message]:
 
 def _from_folder_of(source: PromptSource, image: ImageSource) -> ImageSource:
     """Return an image's path, from the folder of the data if it is relative."""
-    if isinstance(image, bytes) or is_uri(image) or Path(image).expanduser().is_absolute():
+    if isinstance(image, bytes) or is_uri(image) or Path(image).is_absolute():
         return image
-    if image.startswith("data:"):
+    if image.startswith(("~", "data:")):
         return image
     data = path_of(source)
     return f"{data.rpartition('/')[0]}/{image}" if "/" in data else image
@@ -202,23 +203,38 @@ def read_file(source: ImageSource, where: str) -> bytes:
 
     Raises:
         RowError: the file is missing or cannot be read.
+        StorageError: remote storage does not answer, also after some time.
     """
     if isinstance(source, bytes):
         return source
-    if source.startswith("data:"):  # as in OpenAI's messages
-        return base64.b64decode(source.partition(",")[2])
     try:
+        if source.startswith("data:"):  # as in OpenAI's messages
+            return _of_data_uri(source)
         if is_uri(source):
             uri = f"fsspec+{source}" if source.startswith(("http://", "https://")) else source
-            files, path = open_storage(uri, key="data.image_key")
-            with files.open_input_stream(path) as file:
-                return file.read()
+            return retried(partial(_of_storage, uri), f"reading {source}")
         return Path(source).expanduser().read_bytes()
-    except OSError as error:
+    except StorageError:  # no error of the row
+        raise
+    except Exception as error:  # file systems raise many types
         raise RowError(
-            f"{where} has the image {source}, which cannot be read: {error}. Relative paths begin "
-            "at the folder of the data. Correct the path or remove the row."
+            f"{where} has the image {source if len(source) < 500 else source[:50] + '...'}, which "
+            f"cannot be read: {str(error) or type(error).__name__}. Relative paths begin at the "
+            "folder of the data. Correct the path or remove the row."
         ) from None
+
+
+def _of_data_uri(uri: str) -> bytes:
+    header, _, content = uri.partition(",")
+    if not header.endswith(";base64"):
+        raise ValueError("a data: URI has to be in base64 (data:image/png;base64,...)")
+    return base64.b64decode("".join(content.split()), validate=True)
+
+
+def _of_storage(uri: str) -> bytes:
+    files, path = open_storage(uri, key="data.image_key")
+    with files.open_input_stream(path) as file:
+        return file.read()
 
 
 def image_size(content: bytes, where: str) -> tuple[int, int]:
