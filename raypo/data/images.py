@@ -268,7 +268,10 @@ def _decoded(content: bytes, *, check_only: bool = False) -> Image:
         image.draft(None, (max(width // 8, 1), max(height // 8, 1)))  # JPEG decodes faster so
         image.load()
         return Image.new("1", (height, width) if turned else (width, height))
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # grey values of 16 bits, which `convert` would cut off at 255
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    return image.convert("RGB")
 
 
 class ImageInputs(Mapping[str, np.ndarray]):

@@ -234,6 +234,16 @@ def test_labels_around_a_prompt_are_found_without_its_images(tmp_path: Path, rea
         assert read.call_count == 1
 
 
+def test_grey_values_of_16_bits_are_scaled():
+    from PIL import Image
+
+    file, values = io.BytesIO(), np.array([[0, 257 * 100], [65535, 300]], np.uint16)
+    Image.fromarray(values).save(file, "PNG")
+    grey = np.asarray(decoded(file.getvalue()))
+    assert grey[..., 0].tolist() == [[0, 100], [255, 1]]
+    assert (grey == grey[..., :1]).all()
+
+
 def test_examples_hold_images(tmp_path: Path, reader: ImageReader):
     (tmp_path / "red.png").write_bytes(picture("red"))
     row = {"prompt": "Name it.", "image": "red.png", "response": "red"}

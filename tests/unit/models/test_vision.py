@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from raypo.config import ModelSection, PolicyLoraSection
 from raypo.learner.tasks import response_batch
@@ -158,6 +159,21 @@ def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path, lora: Any) 
     assert of_free is not None
     assert entropy.isfinite().all()
     assert not torch.equal(entropy, of_free)
+
+
+def test_workers_are_not_asked_about_images_of_a_model_that_reads_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 3 has a vision tower, but raypo trains it on texts alone."""
+    monkeypatch.setattr(vision, "workers_of_shards", lambda _: pytest.fail("asked"))
+    text = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    tower = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    model = AutoModelForImageTextToText.from_config(config)
+    ids = [np.array([3, 4])]
+    assert vision.image_inputs(model.base_model, pack(prompts=ids, responses=ids)) == {}
 
 
 def test_a_reference_model_sees_the_images(folder: Path) -> None:
