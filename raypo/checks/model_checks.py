@@ -21,6 +21,7 @@ from raypo.models.model_files import (
     REPLAYED,
     ROUTED,
     VISION,
+    VISION_OF_ENGINES,
     cached_folder,
     looks_like_hub_id,
     max_positions,
@@ -108,9 +109,13 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
 
 
+def _has_engine(config: Any) -> bool:
+    return isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False)
+
+
 def check_kernels(config: Any) -> None:
     """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
-    if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
+    if not _has_engine(config):
         return
     path = config.model.policy
     kind = (_config_of("model.policy", path) or {}).get("model_type")
@@ -199,7 +204,7 @@ def _check_rotations_of(config: Any, key: str, path: str, values: dict[str, Any]
     if limit is None:
         return
     lengths = {}
-    if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
+    if _has_engine(config):
         lengths[config.rollout.length_key] = config.max_model_len
     if (response := getattr(config.data, "max_response_tokens", None)) is not None:
         lengths["data.max_response_tokens"] = config.data.max_prompt_tokens + response
@@ -259,6 +264,7 @@ def check_models(config: AnyConfig) -> None:
     check_rotations(config, on_hub=True)
     if getattr(config.data, "image_key", None) is not None:
         check_images(config)
+    _check_speculation(config)
     _check_routers(config)
     _check_router_replay(config)
     check_shared_rows(config)
@@ -313,6 +319,8 @@ def check_images(config: AnyConfig) -> None:
             f"only, because a worker may have no images, but there are {learner.total_workers} "
             "workers. Set it to [vision]."
         )
+    if _has_engine(config):
+        _check_engine_with_images(config)
     if isinstance(config, OnlineConfig):
         _check_rollouts_with_images(config)
     for key, value in {
@@ -327,24 +335,62 @@ def check_images(config: AnyConfig) -> None:
             )
 
 
+def _check_engine_with_images(config: Any) -> None:
+    """Refuse a policy whose images the engines do not read, or not with its latest weights."""
+    from raypo.models.checkpoint import read_config
+
+    model = config.model
+    kind = read_config(model.policy).model_type
+    remedy = ", or train by a recipe without an engine (sft, dpo)"
+    if not isinstance(config, OnlineConfig):
+        remedy = ", or sample no responses for evaluation (eval.function)"
+    if kind not in VISION_OF_ENGINES:
+        raise ConfigError(
+            f"model.policy ({model.policy}): the prompts have images, but no engine was compared "
+            f"with the learner on images for the architecture {kind}. Give a policy of "
+            f"{', '.join(VISION_OF_ENGINES)}{remedy}."
+        )
+    if "vision" not in model.freeze:
+        raise ConfigError(
+            f"model.freeze ({list(model.freeze)}): vLLM keeps what a vision tower has made of an "
+            "image across pushes, so its engines would use vectors of an older tower. Set it to "
+            f"[vision]{remedy}."
+        )
+
+
 def _check_rollouts_with_images(config: OnlineConfig) -> None:
     """Refuse settings of rollouts that images do not reach."""
     rollout, frozen = config.rollout, config.placement.frozen
-    if rollout.engine.speculation.kind != "none":
-        raise ConfigError(
-            f"rollout.engine.speculation.kind ({rollout.engine.speculation.kind}): while vLLM "
-            "speculates, it cannot exclude the placeholders of images. Set it to none."
-        )
     if rollout.is_episodic:
         name = "environment" if rollout.environment else "agent"
         raise ConfigError(
             f"rollout.{name} ({getattr(rollout, name)}): episodes get no images, but "
             f"data.image_key is {config.data.image_key}. Remove one of the two."
         )
-    if getattr(config.model, "reference", None) and frozen.reference.backend != "torch":
+    # Also if the reference is the initial policy, whose model.reference is null.
+    if config.references and frozen.reference.backend != "torch":
         raise ConfigError(
             f"placement.frozen.reference.backend ({frozen.reference.backend}): the reference gets "
             "no images there. Set it to torch."
+        )
+
+
+def _check_speculation(config: Any) -> None:
+    """Refuse speculation for a policy that could sample an image's placeholder.
+
+    Engines exclude the placeholder in every request, with or without images.
+    """
+    from raypo.models.checkpoint import read_config
+    from raypo.models.vision import placeholder_id
+
+    if not _has_engine(config):
+        return
+    kind, policy = config.rollout.engine.speculation.kind, config.model.policy
+    if kind != "none" and placeholder_id(read_config(policy)) is not None:
+        raise ConfigError(
+            f"rollout.engine.speculation.kind ({kind}): model.policy ({policy}) reads images, and "
+            "while vLLM speculates, it cannot exclude their placeholder from the responses. Set it "
+            "to none."
         )
 
 

@@ -301,7 +301,7 @@ actor_rollout_ref.actor.policy_loss.dro_beta | | raypo has no such loss.
 actor_rollout_ref.actor.tau_pos, actor_rollout_ref.actor.tau_neg | | raypo's `sapo` has the paper's temperatures, 1.0 and 1.05.
 actor_rollout_ref.actor.loss_scale_factor | ppo.aggregation | `constant` divides by the number of responses times `rollout.max_new_tokens`.
 actor_rollout_ref.actor.shuffle, actor_rollout_ref.actor.data_loader_seed | ~ | Responses are shuffled in each pass, by `seed`.
-actor_rollout_ref.actor.freeze_vision_tower | model.freeze | true: `[vision]`, the default; false: `[]`.
+actor_rollout_ref.actor.freeze_vision_tower | model.freeze | true: `[vision]`, the default; false: `[]`, which only runs without an engine can have.
 algorithm.kl_penalty | ppo.kl.estimator | In the reward: `kl`, k1.
 algorithm.kl_ctrl.type | = ppo.kl.controller |
 algorithm.kl_ctrl.horizon | = ppo.kl.horizon | Responses.
@@ -483,7 +483,7 @@ actor.optim, critic.optim | learner.optimizer | `adamw` (adam) or `muon`.
 actor.muon.*, critic.muon.* | learner.optimizer | raypo's Muon has the learning rate of AdamW and a momentum of 0.95.
 critic.adam.betas, critic.adam.eps, critic.adam.weight_decay, critic.lr_scheduler, critic.lr_warmup_ratio, critic.min_lr_ratio, critic.max_norm | learner.lr_schedule | Policy and critic share the schedule, the optimizer's constants and the clip.
 actor.aux_loss_coef, aux_loss_coef | learner.router_aux_coef | The loss is a mean over the layers' own loads.
-actor.freeze_visual_encoder, freeze_visual_encoder | model.freeze | true: `[vision]`, the default; false: `[]`.
+actor.freeze_visual_encoder, freeze_visual_encoder | model.freeze | true: `[vision]`, the default; false: `[]`, which only runs without an engine can have.
 data.image_key, image_key | data.image_key | For a policy that reads images.
 data.max_images_per_prompt, max_images_per_prompt | data.max_images |
 ds.value_head_prefix, value_head_prefix | | A critic starts from the reward model, or from the policy with a head of zeros.

@@ -298,12 +298,14 @@ _GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 def as_read(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> list[Message]:
-    """Return messages with the arguments of tool calls in the form that the template reads.
+    """Return messages in the form that the template reads. Forms are cached for each template.
 
-    The form is objects, unless the template rejects objects but accepts JSON text. DeepSeek's
-    template does so, because it appends the arguments to other text. The form is found by rendering
-    the messages in both forms. It is cached for each template.
+    Contents are texts, unless the template shows only parts of type text, as those of SmolVLM and
+    LLaVA do. Arguments of tool calls are objects, unless the template rejects objects but accepts
+    JSON text. DeepSeek's template does so, because it appends the arguments to other text. This
+    form is found by rendering the messages in both forms.
     """
+    messages = _with_shown_contents(tokenizer, messages, tools)
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
     template = tokenizer.get_chat_template(tools=tools)
@@ -331,6 +333,34 @@ _READS_TOOLS: dict[str, bool] = {}
 """Maps a chat template to whether it describes tools."""
 _READS_TEXT: dict[str, bool] = {}
 """Maps a chat template to whether it reads arguments of tool calls as JSON text."""
+_SHOWS_PARTS_ONLY: dict[str, bool] = {}
+"""Maps a chat template to whether it omits contents that are texts, but shows parts."""
+
+
+def _with_shown_contents(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
+) -> list[Message]:
+    template = tokenizer.get_chat_template(tools=tools)
+    if template not in _SHOWS_PARTS_ONLY:
+
+        def shows(messages: list[Message]) -> bool:
+            try:
+                return _MARK in tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            except Exception:  # templates can raise anything
+                return False
+
+        probe: list[Message] = [{"role": "user", "content": _MARK}]
+        _SHOWS_PARTS_ONLY[template] = not shows(probe) and shows(_in_parts(probe))
+    return _in_parts(messages) if _SHOWS_PARTS_ONLY[template] else list(messages)
+
+
+def _in_parts(messages: Sequence[Message]) -> list[Message]:
+    return [
+        message | {"content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -358,7 +388,8 @@ def _renders(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] |
 
 
 def _written(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-    return tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False)
+    shown = _with_shown_contents(tokenizer, messages, tools)
+    return tokenizer.apply_chat_template(shown, tools=tools, tokenize=False)
 
 
 def render(
@@ -386,12 +417,13 @@ def render(
         Exception: any error that the template itself raises.
     """
     tools = None if tools is None else hidden(tokenizer, list(tools), chat.in_messages)
+    continues = prompting and is_prefilled(messages)
+    can_continue = not says_more(messages[-1]) and bool(messages[-1].get("content"))
     messages = as_read(tokenizer, hidden(tokenizer, messages, chat.in_messages), tools)
     check_roles(tokenizer, messages, tools)
     check_tools(tokenizer, tools)
     check_variables(tokenizer, chat.kwargs)
-    continues = prompting and is_prefilled(messages)
-    if continues and (says_more(messages[-1]) or not messages[-1]["content"]):
+    if continues and not can_continue:
         raise MessageError(
             f"messages.{len(messages) - 1}: the last message is the assistant's, and a response "
             "can continue it only if it is a text. Remove it, or add a message of another role "

@@ -12,7 +12,7 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
@@ -24,6 +24,7 @@ from raypo.config.sources import path_of
 from raypo.data.chat_messages import Message, is_chat
 from raypo.data.rows import Row, RowError, RowImage
 from raypo.storage.folder import open_storage
+from raypo.storage.retries import StorageError, retried
 from raypo.types import Images
 
 if TYPE_CHECKING:
@@ -157,9 +158,9 @@ def _at_beginning(messages: Sequence[Message], count: int) -> list[Message]:
 
 def _from_folder_of(source: PromptSource, image: ImageSource) -> ImageSource:
     """Return an image's path, from the folder of the data if it is relative."""
-    if isinstance(image, bytes) or is_uri(image) or Path(image).expanduser().is_absolute():
+    if isinstance(image, bytes) or is_uri(image) or Path(image).is_absolute():
         return image
-    if image.startswith("data:"):
+    if image.startswith(("~", "data:")):
         return image
     data = path_of(source)
     return f"{data.rpartition('/')[0]}/{image}" if "/" in data else image
@@ -202,23 +203,38 @@ def read_file(source: ImageSource, where: str) -> bytes:
 
     Raises:
         RowError: the file is missing or cannot be read.
+        StorageError: remote storage does not answer, also after some time.
     """
     if isinstance(source, bytes):
         return source
-    if source.startswith("data:"):  # as in OpenAI's messages
-        return base64.b64decode(source.partition(",")[2])
     try:
+        if source.startswith("data:"):  # as in OpenAI's messages
+            return _of_data_uri(source)
         if is_uri(source):
             uri = f"fsspec+{source}" if source.startswith(("http://", "https://")) else source
-            files, path = open_storage(uri, key="data.image_key")
-            with files.open_input_stream(path) as file:
-                return file.read()
+            return retried(partial(_of_storage, uri), f"reading {source}")
         return Path(source).expanduser().read_bytes()
-    except OSError as error:
+    except StorageError:  # no error of the row
+        raise
+    except Exception as error:  # file systems raise many types
         raise RowError(
-            f"{where} has the image {source}, which cannot be read: {error}. Relative paths begin "
-            "at the folder of the data. Correct the path or remove the row."
+            f"{where} has the image {source if len(source) < 500 else source[:50] + '...'}, which "
+            f"cannot be read: {str(error) or type(error).__name__}. Relative paths begin at the "
+            "folder of the data. Correct the path or remove the row."
         ) from None
+
+
+def _of_data_uri(uri: str) -> bytes:
+    header, _, content = uri.partition(",")
+    if not header.endswith(";base64"):
+        raise ValueError("a data: URI has to be in base64 (data:image/png;base64,...)")
+    return base64.b64decode("".join(content.split()), validate=True)
+
+
+def _of_storage(uri: str) -> bytes:
+    files, path = open_storage(uri, key="data.image_key")
+    with files.open_input_stream(path) as file:
+        return file.read()
 
 
 def image_size(content: bytes, where: str) -> tuple[int, int]:
@@ -252,7 +268,10 @@ def _decoded(content: bytes, *, check_only: bool = False) -> Image:
         image.draft(None, (max(width // 8, 1), max(height // 8, 1)))  # JPEG decodes faster so
         image.load()
         return Image.new("1", (height, width) if turned else (width, height))
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # grey values of 16 bits, which `convert` would cut off at 255
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    return image.convert("RGB")
 
 
 class ImageInputs(Mapping[str, np.ndarray]):
@@ -412,6 +431,11 @@ class WithImages(Sequence[Item]):
         """
         self._items, self._reader = items, reader
 
+    @property
+    def without_images(self) -> Sequence[Item]:
+        """The same items with `images` None. Their access reads no image."""
+        return _Items(self._items)
+
     def __len__(self) -> int:
         return len(self._items)
 
@@ -428,3 +452,27 @@ class WithImages(Sequence[Item]):
         assert self._reader is not None, "rows with images are refused without a reader"
         item: Any = slotted.item
         return replace(item, images=self._reader().read(slotted))
+
+
+class _Items(Sequence[Item]):
+    """The items of `WithImages` as they are stored."""
+
+    def __init__(self, slotted: Sequence[Slotted[Item]]) -> None:
+        self._slotted = slotted
+
+    def __len__(self) -> int:
+        return len(self._slotted)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> _Items[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | _Items[Item]:
+        if isinstance(place, slice):
+            return _Items(self._slotted[place])
+        return self._slotted[place].item
+
+
+def without_images(items: Sequence[Item]) -> Sequence[Item]:
+    """Return prompts or examples for a use that needs no images, so that none is read."""
+    return items.without_images if isinstance(items, WithImages) else items

@@ -38,6 +38,27 @@ class Selection(Sequence[Item]):
         return self._items[self._places[place]]
 
 
+class Joined(Sequence[Item]):
+    """Items of one sequence, followed by those of another. Each access reads the item there."""
+
+    def __init__(self, first: Sequence[Item], second: Sequence[Item]) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
+        if isinstance(place, slice):
+            return Selection(self, range(len(self))[place])
+        place = range(len(self))[place]
+        behind = place - len(self._first)
+        return self._first[place] if behind < 0 else self._second[behind]
+
+
 class ItemStore(Sequence[Item]):
     """Append-only list of pickled items, with an index of 8 bytes per item in memory.
 

@@ -191,12 +191,12 @@ class SupervisedLearner(Generic[Item]):
 
         All workers get the same number of microbatches, of which some may be empty.
         """
-        images = [getattr(item, "images", None) for item in items]
-        prompts = [
-            item.prompt_ids.tobytes() + digest_of(images, row) for row, item in enumerate(items)
-        ]
-        prompt_lengths = [len(item.prompt_ids) for item in items]
-        lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
+        prompts, prompt_lengths, lengths = [], [], []
+        for item in items:  # once, because an access may read images, which are not kept
+            images = getattr(item, "images", None)
+            prompts.append(item.prompt_ids.tobytes() + digest_of([images], 0))
+            prompt_lengths.append(len(item.prompt_ids))
+            lengths.append(item.num_tokens - len(item.prompt_ids))
         budget = self._section.pass_tokens
         pieces = batches_by_tokens(
             prompts, prompt_lengths, lengths, budget, is_packed=self._model.is_packed

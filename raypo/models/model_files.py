@@ -34,6 +34,9 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Model types whose images the learner reads: log-probs and gradients of packed rows equal those of
 transformers (`tests/unit/models/test_vision.py`)."""
+VISION_OF_ENGINES = ("qwen2_5_vl",)
+"""Model types of `VISION` whose images vLLM's engines were seen to read as the learner does
+(`tests/integration/test_images.py`)."""
 
 
 def looks_like_hub_id(path: str) -> bool:

@@ -382,7 +382,7 @@ def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 def _unlikely_placeholder(logits: Tensor, head: Any) -> Tensor:
     """Add the bias of the engines to the logit of an image's placeholder, in place."""
-    token = getattr(head, "placeholder_id", None)
+    token = getattr(getattr(head, "base_layer", head), "placeholder_id", None)  # below an adapter
     if token is not None:
         logits[..., token] += PLACEHOLDER_BIAS
     return logits

@@ -62,7 +62,7 @@ def image_inputs(backbone: Any, packed: Packed) -> dict[str, Any]:
         backbone: A Hugging Face model without a head.
         packed: The packed rows.
     """
-    if not parts_outside_decoder(backbone):
+    if backbone.config.model_type not in VISION:
         return {}
     device = packed.layout.device
     distinct = {images.digest: images for images in packed.images if images}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from raypo.config import DPOConfig
 from raypo.data.examples import load_pairs, load_verdicts
-from raypo.data.item_store import ItemStore, Selection
+from raypo.data.item_store import Joined, Selection
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
@@ -66,7 +65,7 @@ def with_reference_log_probs(
         model = load_causal_lm(reference, dtype=section.dtype, attention=section.attention)
     completed = with_references(
         run,
-        ItemStore(chain(Selection(items, drawn_indices), preferences.held_out)),
+        Joined(Selection(items, drawn_indices), preferences.held_out),
         learner,
         model=model,
         name=f"{reference or section.policy} {section.dtype}",

@@ -11,6 +11,7 @@ import numpy as np
 
 from raypo.config import ExamplesConfig, PolicyExamplesConfig
 from raypo.data.examples import LoadedExamples
+from raypo.data.images import without_images
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
@@ -80,8 +81,8 @@ class Examples(Generic[Item]):
             )
             held_out, notes = held_out_examples.items, notes + held_out_examples.notes(key)
         limits = Limits.of(config.model.policy)
-        limits.check(sequences(examples.items), tokenizer, key="data.prompts")
-        limits.check(sequences(held_out), tokenizer, key=key)
+        limits.check(sequences(without_images(examples.items)), tokenizer, key="data.prompts")
+        limits.check(sequences(without_images(held_out)), tokenizer, key=key)
         for note in notes:
             run.tell.message(note)
         mix = mix_of(section, examples.sizes, batch_size)

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -211,5 +211,12 @@ def _conversation(rollout: Rollout) -> str:
     if not rollout.messages:
         return rollout.prompt
     if len(rollout.messages) == 1:
-        return str(rollout.messages[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in rollout.messages)
+        return _text_of(rollout.messages[0])
+    return "\n\n".join(f"{message['role']}: {_text_of(message)}" for message in rollout.messages)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, list):  # with images, which a judge does not see
+        return "".join(part.get("text", "<image>") for part in content)
+    return str(content)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from raypo.data.images import without_images
 from raypo.rollout.step_batch import StepBatch
 from raypo.storage.retries import retried
 from raypo.storage.rollout_table import json_default
@@ -106,9 +107,9 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
 
 def _prompt_of(prompts: Sequence[Prompt], index: int) -> Prompt | None:
     """Return a prompt, or None if its row is gone because the user has accepted changed data."""
-    at = bisect_left(prompts, index, key=lambda prompt: prompt.index)
-    prompt = prompts[min(at, len(prompts) - 1)]
-    return prompt if prompt.index == index else None
+    known = without_images(prompts)
+    at = min(bisect_left(known, index, key=lambda prompt: prompt.index), len(prompts) - 1)
+    return prompts[at] if known[at].index == index else None
 
 
 def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompt: Prompt | None) -> Rollout:

@@ -156,7 +156,7 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         seed=config.seed,
         reads_text=config.rollout.reads_text,
         reads_weights=True,
-        max_images=config.data.max_images,
+        max_images=config.data.max_images if config.data.image_key else 1,
     )
     try:
         yield EngineClient(local_handle(engine))

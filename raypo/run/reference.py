@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 
-from raypo.data.item_store import ItemStore
+from raypo.data.item_store import Selection
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.networks import Policy
 from raypo.models.packed_attention import reads_packed
@@ -45,7 +45,8 @@ def with_references(
             its adapter off.
         name: Identity of the reference. Cached values of another reference are not used.
     """
-    workers, digest = run.workers, _digest(items, name)
+    workers = run.workers
+    digest = _digest(items, name) if workers.rank == 0 else ""  # reads all images
     log_probs = workers.broadcast(_read(run.files, digest) if workers.rank == 0 else None)
     if log_probs is None:
         task: Any = learner.task
@@ -64,9 +65,30 @@ def with_references(
         log_probs = [shares[n % data.count][n // data.count] for n in range(len(items))]
         if workers.rank == 0:
             _write(run.files, digest, log_probs)
-    return ItemStore(
-        replace(item, ref_log_probs=of_item) for item, of_item in zip(items, log_probs, strict=True)
-    )
+    return _WithReferences(items, log_probs)
+
+
+class _WithReferences(Sequence[Preference]):
+    """Preferences that get `ref_log_probs` at each access, so that no image is stored again."""
+
+    def __init__(
+        self, items: Sequence[Preference], log_probs: Sequence[tuple[float, float]]
+    ) -> None:
+        assert len(items) == len(log_probs)
+        self._items, self._log_probs = items, log_probs
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, place: int) -> Preference: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection[Preference]: ...
+    def __getitem__(self, place: int | slice) -> Preference | Selection[Preference]:
+        if isinstance(place, slice):
+            return Selection(self, range(len(self))[place])
+        place = range(len(self))[place]
+        return replace(self._items[place], ref_log_probs=self._log_probs[place])
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:

@@ -31,7 +31,7 @@ def class_and_arguments(
         lora = config.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         kwargs |= {"seed": config.seed, "reads_text": config.rollout.reads_text}
-        kwargs["max_images"] = config.data.max_images
+        kwargs["max_images"] = config.data.max_images if config.data.image_key else 1
         kwargs["max_requests"] = max_requests_of(config, num_engines=int(role.num_replicas))
         if isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight

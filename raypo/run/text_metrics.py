@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from raypo.data.images import without_images
 from raypo.data.prompts import LoadedPrompts
 from raypo.metrics.reduce import WeightedMeans
 from raypo.rollout.collect import samples_of
@@ -24,7 +25,7 @@ class TextMetrics:
     """Computes metrics of a step's texts. Step 1 also has those of the data."""
 
     prompts: Sequence[Prompt]
-    """The training prompts, in the order of their rows."""
+    """The training prompts, in the order of their rows. Their images are not needed."""
     of_data: dict[str, float]
     header: np.ndarray | None = None
     """Token ids of the chat template's header of an answer, or None if it has none."""
@@ -50,7 +51,7 @@ class TextMetrics:
         of_data = {"data/duplicate_fraction": 1.0 - len(distinct) / len(loaded.digests)}
         if held_out:
             of_data["data/held_out_overlap"] = float(np.isin(held_out.digests, distinct).mean())
-        return cls(loaded.prompts, of_data, header)
+        return cls(without_images(loaded.prompts), of_data, header)
 
     def metrics(self, scored: Sequence[Rollout], *, step: int) -> dict[str, float]:
         """Return the metrics of a step's samples.

@@ -257,6 +257,30 @@ class ForeignArguments:
                 f"{origin} {kind} {reason}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
             )
 
+    def set_images(self, settings: Settings, name: str, *, frozen: str) -> None:
+        """Set the column of the images if it is given, and tell if the vision tower is trained.
+
+        Args:
+            settings: Settings so far.
+            name: The argument with the column. Its default does not tell that prompts have images.
+            frozen: The argument that freezes the vision tower.
+        """
+
+        given = {
+            each: self.arguments[spelling]
+            for each in (name, frozen)
+            for spelling in self.names(each)
+            if spelling in self.arguments
+        }
+        if name in given:
+            self.copy(settings, {name: "data.image_key"})
+        if given and not given.get(frozen):
+            self.leave_to_user(
+                frozen,
+                "model.freeze. raypo does not train the vision tower ([vision], the default); [] "
+                "trains it, but only by recipes without an engine.",
+            )
+
     def set_workers(self, settings: Settings, *, gpus: str, nodes: str) -> None:
         """Set the number of learner workers to GPUs per node x nodes, if GPUs are given."""
         if self.has(gpus):

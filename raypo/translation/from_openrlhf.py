@@ -26,6 +26,7 @@ def from_openrlhf(foreign: ForeignArguments) -> Settings:
     )
     foreign.set_workers(settings, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
     _set_prompts(foreign, settings)
+    foreign.set_images(settings, "data.image_key", frozen="actor.freeze_visual_encoder")
     _set_lengths(foreign, settings)
     _set_batches(foreign, settings)
     _set_schedule(foreign, settings)

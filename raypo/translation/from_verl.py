@@ -104,6 +104,7 @@ def _set_model(foreign: ForeignArguments, settings: Settings) -> None:
 
 
 def _set_data(foreign: ForeignArguments, settings: Settings) -> None:
+    foreign.set_images(settings, "data.image_key", frozen=f"{_ACTOR}freeze_vision_tower")
     if foreign.has("data.train_files"):
         foreign.copy(settings, {"data.train_files": "data.prompts"})
     if foreign.get("data.filter_overlong_prompts"):

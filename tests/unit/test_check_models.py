@@ -41,6 +41,7 @@ from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.examples import load_examples, load_pairs
 from raypo.data.item_store import ItemStore
 from raypo.models.loading import Limits, check_tokens, load_tokenizer, reads_tokens, same_vocabulary
+from raypo.models.model_files import VISION, VISION_OF_ENGINES
 from raypo.recipes.dpo import load_preferences
 from raypo.recipes.on_examples import Examples
 from raypo.recipes.reward_model import make_task
@@ -52,6 +53,7 @@ from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_experts, tiny_policy
+from tests.tiny_vision import tiny_qwen_vl
 from tests.vision_models import tiny_vision_model
 
 RECIPES = {
@@ -153,14 +155,11 @@ def test_prompts_with_images_that_a_model_could_not_read_are_refused(here: Path)
     check_images(config)
     refused = {
         "model.attention (sdpa)": {"model": {"attention": "sdpa"}},
-        "model.freeze ([])": {"model": {"freeze": []}, "learner": {"num_workers": 2}},
+        "model.freeze ([])": {"model": {"freeze": []}},
         "model.reward (reward)": {"model": {"reward": "reward"}},
         "learner.sequence_parallel (2)": {"learner": {"num_workers": 2, "sequence_parallel": 2}},
-        "rollout.engine.speculation.kind (ngram)": {
-            "rollout": {"engine": {"speculation": {"kind": "ngram"}}}
-        },
         "placement.frozen.reference.backend (vllm)": {
-            "model": {"reference": "other"},
+            "ppo": {"kl": {"coef": 0.1}},
             "placement": {"frozen": {"reference": {"backend": "vllm"}}},
         },
     }
@@ -169,6 +168,46 @@ def test_prompts_with_images_that_a_model_could_not_read_are_refused(here: Path)
             check_images(config_of("ppo", **changes))
     with pytest.raises(ConfigError, match="as a classifier or a teacher"):
         check_images(config_of("reward_model"))
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_engines_read_images_of_compared_architectures_alone(here: Path, kind: str):
+    tiny_vision_model(kind).save_pretrained(here / "policy")
+    check_images(config_of("sft"))
+    check_images(config_of("dpo"))
+    evaluation = {"eval": {"every": 1, "prompts": "rows.jsonl", "function": "reward.py:score"}}
+    for config in (config_of("ppo"), config_of("sft", **evaluation)):
+        if kind in VISION_OF_ENGINES:
+            check_images(config)
+            continue
+        with pytest.raises(ConfigError, match=rf"^model.policy \(policy\): .* architecture {kind}"):
+            check_images(config)
+
+
+def test_a_vision_tower_is_trained_without_an_engine_by_one_worker(here: Path):
+    """Engines keep the vectors of an image across pushes, and a worker may have no images."""
+    tiny_vision_model("qwen2_5_vl").save_pretrained(here / "policy")
+    trained: dict[str, Any] = {"model": {"freeze": []}}
+    evaluation = {"eval": {"every": 1, "prompts": "rows.jsonl", "function": "reward.py:score"}}
+    check_images(config_of("sft", **trained))
+    for refused in (
+        config_of("ppo", **trained),
+        config_of("sft", **trained, **evaluation),
+        config_of("sft", **trained, learner={"num_workers": 2}),
+    ):
+        with pytest.raises(ConfigError, match=r"^model.freeze \(\[\]\): "):
+            check_images(refused)
+
+
+def test_speculation_with_a_model_that_reads_images_is_refused(here: Path):
+    """Its engines exclude the placeholder of images from all responses, also to texts."""
+    config = config_of("ppo", rollout={"engine": {"speculation": {"kind": "ngram"}}})
+    check_models(config)
+    shutil.rmtree(here / "policy")
+    tiny_qwen_vl(here / "policy")
+    check_models(config_of("ppo"))
+    with pytest.raises(ConfigError, match=r"^rollout.engine.speculation.kind \(ngram\): "):
+        check_models(config)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,20 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from raypo.config import ConfigError, DataSection, ResponsesSection
+from raypo.data import images
 from raypo.data.examples import load_examples
 from raypo.data.images import ImageReader, decoded
 from raypo.data.prompts import load_prompts, peek
+from raypo.data.rows import RowError
+from raypo.rollout.saved_batches import _prompt_of
+from raypo.run.text_metrics import TextMetrics
+from raypo.storage import retries
 from raypo.types import Prompt
 from tests.tiny_vision import picture, tiny_qwen_vl
 
@@ -119,6 +125,11 @@ def test_rows_without_images_are_mixed_with_others(tmp_path: Path, reader: Image
     [
         ({"image": "gone.png"}, "data.image_key (image): {where} has the image {folder}/gone.png"),
         ({"image": "broken.png"}, "that cannot be decoded"),
+        ({"image": "data:image/png;base64,a"}, "{where} has the image data:image/png;base64,a, "),
+        ({"image": "data:image/png,%89PNG"}, "{where} has the image data:image/png,%89PNG, which"),
+        ({"image": "~nobody-there/a.png"}, "{where} has the image ~nobody-there/a.png, which "),
+        ({"image": "a\0.png"}, "cannot be read: embedded null byte"),
+        ({"image": "none://a.png"}, "{where} has the image none://a.png, which cannot be read: "),
         ({"image": "cut.png"}, "that cannot be decoded"),
         ({"image": 3}, "{where} has int there. An image is a path"),
         ({"prompt": "<image> <image>", "image": "red.png"}, "have 2 places for them"),
@@ -139,6 +150,26 @@ def test_a_wrong_row_is_refused_with_its_line(
         load(tmp_path, reader, {"prompt": "a"} | row, max_images=2)
     where = f"{tmp_path}/rows.jsonl:1"
     assert message.format(where=where, folder=tmp_path) in str(error.value)
+
+
+def test_storage_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0))
+    answers: list[Any] = [OSError("timeout"), OSError("timeout"), b"file"]
+
+    def answer(uri: str) -> bytes:
+        value = answers.pop(0)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(images, "_of_storage", answer)
+    assert images.read_file("s3://a/b.png", "row 1") == b"file"
+    answers[:] = [OSError("timeout")] * 3
+    with pytest.raises(retries.StorageError, match=r"reading s3://a/b.png failed 3 times"):
+        images.read_file("s3://a/b.png", "row 1")
+    answers[:] = [FileNotFoundError("gone")]
+    with pytest.raises(RowError, match=r"^row 1 has the image s3://a/b.png, which .* gone"):
+        images.read_file("s3://a/b.png", "row 1")
 
 
 def test_a_template_without_places_is_refused(tmp_path: Path, reader: ImageReader):
@@ -179,6 +210,38 @@ def test_a_turned_photograph_is_upright(tmp_path: Path, reader: ImageReader):
     assert prompt.images is not None
     assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 8, 4]]
     assert (prompt.token_ids == 6).sum() == 8
+
+
+def test_labels_around_a_prompt_are_found_without_its_images(tmp_path: Path, reader: ImageReader):
+    rows = [{"prompt": "a", "image": "red.png", "label": str(n)} for n in range(5)]
+    load(tmp_path, reader, *rows)
+    section = DataSection(
+        prompts=(f"{tmp_path}/rows.jsonl",),
+        image_key="image",
+        as_chat=True,
+        label_key="label",
+        max_prompt_tokens=100,
+    )
+    tokenizer = reader.processor.tokenizer
+    loaded = load_prompts(section, tokenizer, reader=lambda: reader)
+    texts = TextMetrics.of(loaded, None, tokenizer)
+    with patch.object(reader, "read", wraps=reader.read) as read:
+        assert texts._labels_around(2) == ["1", "2", "3"]
+        read.assert_not_called()
+        prompt = _prompt_of(loaded.prompts, 2)
+        assert prompt is not None
+        assert prompt.images is not None
+        assert read.call_count == 1
+
+
+def test_grey_values_of_16_bits_are_scaled():
+    from PIL import Image
+
+    file, values = io.BytesIO(), np.array([[0, 257 * 100], [65535, 300]], np.uint16)
+    Image.fromarray(values).save(file, "PNG")
+    grey = np.asarray(decoded(file.getvalue()))
+    assert grey[..., 0].tolist() == [[0, 100], [255, 1]]
+    assert (grey == grey[..., :1]).all()
 
 
 def test_examples_hold_images(tmp_path: Path, reader: ImageReader):

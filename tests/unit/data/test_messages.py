@@ -192,6 +192,36 @@ def test_a_template_that_refuses_calls_in_any_form_says_so(tokenizer):
         render(tokenizer, [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
+PARTS_ONLY = (  # as SmolVLM's
+    "{% for m in messages %}{{ m.role }}{% if m.content[0].type == 'image' %}:{% else %}: "
+    "{% endif %}{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}<eos>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("last", [[], [{"role": "assistant", "content": "The sum is"}]])
+def test_texts_become_parts_for_a_template_that_shows_only_parts(tmp_path, tokenizer, last):
+    """It would write `user: ` of a text, and the policy would never see the question."""
+    messages = [{"role": "system", "content": ""}, *CHAT]
+    chat = [*messages, {"role": "assistant", "content": "4"}]
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": [*messages, *last], "response": "4", "chat": chat}]
+    )
+    usual, texts = tokenizer.chat_template, []
+    for tokenizer.chat_template in (usual, PARTS_ONLY):
+        (prompt,) = load_prompts(section(path), tokenizer).prompts
+        text, _ = TurnTokens(tokenizer, END).first([*messages, *last], chat=True)
+        texts.append([prompt.text, text])
+        for more in ({}, {"messages_key": "chat"}):
+            values = ResponsesSection.model_validate({"prompts": path} | more)
+            (example,) = load_examples(values, tokenizer, END).items
+            texts[-1].append(tokenizer.decode(example.response_ids))
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("system: <eos>\nuser: hi<eos>\n")
+    with pytest.raises(MessageError, match="can continue it only if it is a text"):
+        render(tokenizer, [*CHAT, {"role": "assistant", "content": ""}], prompting=True)
+
+
 # An answer that a prompt begins
 
 BEGUN = [*CHAT, {"role": "assistant", "content": "The sum is"}]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from raypo.config import ModelSection, PolicyLoraSection
 from raypo.learner.tasks import response_batch
@@ -142,11 +143,14 @@ def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path
     assert_equal_gradients(gradients(model, mine), theirs)
 
 
-def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
+@pytest.mark.parametrize("lora", [None, PolicyLoraSection(target_modules=["q_proj", "lm_head"])])
+def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path, lora: Any) -> None:
     """Neither does it count in the entropy, nor do other tokens share its probability."""
-    model = policy(folder)
+    model = policy(folder, lora=lora)
     arguments = rows(folder.name, 0)
     head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    assert head.placeholder_id is not None
     own, entropy = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
     head.placeholder_id = None
     free, of_free = packed_log_probs(model, pack(**arguments), temperature=1.0, with_entropy=True)
@@ -155,6 +159,21 @@ def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path) -> None:
     assert of_free is not None
     assert entropy.isfinite().all()
     assert not torch.equal(entropy, of_free)
+
+
+def test_workers_are_not_asked_about_images_of_a_model_that_reads_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 3 has a vision tower, but raypo trains it on texts alone."""
+    monkeypatch.setattr(vision, "workers_of_shards", lambda _: pytest.fail("asked"))
+    text = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+    tower = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    tower |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    model = AutoModelForImageTextToText.from_config(config)
+    ids = [np.array([3, 4])]
+    assert vision.image_inputs(model.base_model, pack(prompts=ids, responses=ids)) == {}
 
 
 def test_a_reference_model_sees_the_images(folder: Path) -> None:

@@ -170,6 +170,16 @@ def test_a_conversation_is_written_with_its_roles():
     assert prompt_of(requests[0]) == "system: Be kind.\n\nuser: Hi|x"
 
 
+@pytest.mark.parametrize("begin", [[], [{"role": "system", "content": "Be kind."}]])
+def test_a_prompt_with_images_is_written_with_their_places(begin: list[Any]):
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    with scripted(lambda *_: said("1")) as (url, requests):
+        messages = [*begin, {"role": "user", "content": parts}]
+        score(judge(url, template="{prompt}|{response}"), [rollout("x", messages=messages)])
+    written = "system: Be kind.\n\nuser: " if begin else ""
+    assert prompt_of(requests[0]) == f"{written}<image>What is it?|x"
+
+
 def test_a_base_model_completes_a_text():
     (found,), (request,) = graded(
         lambda *_: (200, {"choices": [{"text": " 5"}]}),

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from raypo.collectives import Workers
+from raypo.data.item_store import Joined
 from raypo.run import reference
 from raypo.run.reference import with_references
 from raypo.storage.run_files import RunFiles
@@ -62,3 +63,29 @@ def test_workers_that_share_rows_share_those_of_the_reference(
     )
     with_references(run, PAIRS, learner, model=nn.Linear(1, 1), name="other")
     assert seen == [group if packs else None]
+
+
+def test_preferences_are_read_where_they_are_used(tmp_path: Path):
+    """They may have images: a copy of all would be as large as the data set."""
+    reads: list[int] = []
+
+    class Reads(list[Pair]):
+        def __getitem__(self, place: Any) -> Any:
+            reads.append(place)
+            return super().__getitem__(place)
+
+    def ask(pairs: list[Pair], ask: Any) -> list[tuple[float, float]]:
+        return [(float(pair.chosen_ids[0]), 0.0) for pair in pairs]
+
+    workers: Any = SimpleNamespace(rank=0, count=1, broadcast=lambda value: value)
+    workers.gather = lambda value: [value]
+    run: Any = SimpleNamespace(workers=workers, files=RunFiles(str(tmp_path), "run"))
+    learner: Any = SimpleNamespace(task=None, without_adapter=ask, data=workers)
+    items = Joined(Reads(PAIRS[:1]), Reads(PAIRS[1:]))
+    completed = with_references(run, items, learner, model=None, name="one")
+    reads.clear()
+    assert len(completed) == 3
+    assert reads == []
+    assert [pair.ref_log_probs for pair in completed[1:]] == [(9.0, 0.0), (5.0, 0.0)]
+    assert completed[-1].chosen_ids.tolist() == PAIRS[2].chosen_ids.tolist()
+    assert reads == [0, 1, 1]

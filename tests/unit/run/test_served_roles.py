@@ -114,3 +114,9 @@ def test_engine_and_reference_get_the_dtype_of_the_head():
             if role.kind == "reference"
         )
         assert class_and_arguments(reference, config)[1]["head_dtype"] == "float32"
+
+
+def test_engines_of_prompts_without_images_reserve_memory_for_one():
+    """A model that reads images has to have room for one, even if it gets texts alone."""
+    assert arguments_of(config_of(data={"max_images": 5}))["max_images"] == 1
+    assert arguments_of(config_of(data={"max_images": 5, "image_key": "image"}))["max_images"] == 5

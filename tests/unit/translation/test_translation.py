@@ -423,7 +423,7 @@ def test_what_concerns_memory_stands_apart():
     )
     assert f"{ACTOR}.freeze_vision_tower (True): model.freeze. true: `[vision]`" in notes(text)
     assert "offload" not in notes(text)
-    assert "freeze" not in notes(translated(f"{GROUPS} {ACTOR}.freeze_vision_tower=False"))
+    assert "freeze" not in notes(translated(GROUPS))
     (line,) = [each for each in text.splitlines() if "Concerns memory" in each]
     assert f"{ACTOR}.fsdp_config.param_offload (True), {ROLLOUT}.max_num_seqs (9)" in line
 
@@ -630,3 +630,22 @@ def test_a_file_with_todos_is_refused_with_all_of_them(tmp_path: Path):
 def test_a_secret_is_not_written():
     text = translated("--pretrain m --use_wandb 0123456789abcdef --advantage_estimator gae")
     assert "0123456789abcdef" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "frozen"),
+    [
+        (f"{GROUPS} data.image_key=images", f"{ACTOR}.freeze_vision_tower"),
+        ("--algo.advantage.estimator rloo --data.image_key images", "actor.freeze_visual_encoder"),
+    ],
+)
+def test_a_column_of_images_is_kept_and_a_trained_vision_tower_told(command: str, frozen: str):
+    """Even if they are the other project's defaults."""
+    option = f"{frozen}=" if "=" in command else f"--{frozen} "
+    text = translated(command)
+    assert "image_key: images" in text
+    assert f"{frozen}'s default (False): model.freeze. raypo does not train" in notes(text)
+    given = translated(f"{command} {option}false")
+    assert f"{frozen} (False): model.freeze. raypo does not train" in notes(given)
+    for silent in (f"{command} {option}true", GROUPS):
+        assert "raypo does not train" not in translated(silent)
