@@ -152,6 +152,7 @@ def one_step(
     tokens = sum(each.num_tokens for each in dealt)
     named = learner.named_weights() if roles.trains_policy else ()
     weights = {name: tensor.float().clone() for name, tensor in named}
+    figures = {name: value for name, value in figures.items() if not name.startswith("perf/")}
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}
 
 
