@@ -428,7 +428,7 @@ def _check_router_replay(config: AnyConfig) -> None:
 
 
 def check_shared_rows(config: AnyConfig) -> None:
-    """Refuse models to train whose rows several workers cannot share."""
+    """Refuse trained models that do not support sequence parallelism."""
     import torch
     from transformers import AutoModel
 

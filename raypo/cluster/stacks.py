@@ -39,7 +39,7 @@ def stacks_of(actors: Iterable[ActorProcess]) -> dict[str, str]:
 
 
 def kill_processes(actors: Iterable[ActorProcess]) -> None:
-    """Send SIGKILL to actors and their descendants, of which some may hang or be stopped."""
+    """Send SIGKILL to actors and their descendants, even if some of them hang or are stopped."""
     _on_nodes(_kill_here, actors)
 
 

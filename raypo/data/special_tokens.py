@@ -1,7 +1,7 @@
-"""Special tokens that stand in texts, like `<|im_end|>` in a question or in the output of a tool.
+"""Special tokens in texts, like `<|im_end|>` in a question or in the output of a tool.
 
-Only the chat template may write them, because with them a text could end its turn and begin another
-one. `hidden` replaces them by placeholders before a text is rendered, and `encoded` tokenises
+Only the chat template may write them. Otherwise a text could end its turn and begin another one.
+`hidden` replaces them with placeholders before a text is rendered, and `encoded` tokenises
 placeholders as ordinary text.
 """
 

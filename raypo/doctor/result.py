@@ -114,9 +114,9 @@ def _hung(check: Check) -> Result:
 
 
 def refused(error: Exception) -> Result:
-    """Return the fault for an error with which a run would refuse to start.
+    """Convert an error that would keep a run from starting into a fault.
 
-    The error says `key (value): rule. Remedy.`
+    Its message has the form `key (value): rule. Remedy.`
     """
     rule, _, remedy = re.sub(r"(?<=\.) (?=[A-Z])", "\n\n", str(error), count=1).partition("\n\n")
     meaning = "The run would refuse to start with this error."

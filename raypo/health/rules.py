@@ -48,9 +48,9 @@ class Watch:
         """Add the row of a step and return the findings that are new."""
         self._history.add(row)
         step = int(row.get("step", self._history.num_steps))
-        checked = [(rule, rule.check(self._history, self._config)) for rule in self._left]
-        self._left = tuple(rule for rule, words in checked if not words)
-        return [Finding(rule.name, step, *words) for rule, words in checked if words]
+        results = [(rule, rule.check(self._history, self._config)) for rule in self._left]
+        self._left = tuple(rule for rule, texts in results if not texts)
+        return [Finding(rule.name, step, *texts) for rule, texts in results if texts]
 
 
 def findings(rows: Iterable[Row], config: Mapping[str, Any] | None = None) -> list[Finding]:

@@ -80,7 +80,7 @@ def can_read_packed(model: Any) -> bool:
 
 
 def _has_room_for_heads(model: Any) -> bool:
-    # The modules are asked, because layers of one model may differ (Gemma 4).
+    # The modules say it and not the config, because layers of a model may differ (Gemma 4).
     sizes = (getattr(module, "head_dim", None) for module in model.modules())
     size = max((size for size in sizes if isinstance(size, int)), default=0)
     if size <= LARGE_HEAD or not torch.cuda.is_available():

@@ -155,7 +155,7 @@ class Packed:
     shape: tuple[int, int]  # B, T
     response_ids: Tensor  # int64, all response tokens, row by row
     experts: Tensor | None = None  # [N, L, k] integers, to be replayed; None: not replayed
-    images: tuple[Images | None, ...] = ()  # of each group's prompt; (): no prompt has any
+    images: tuple[Images | None, ...] = ()  # of each group's prompt; empty if no prompt has any
 
     def unpacked(self, answers: Tensor) -> Tensor:
         """Arrange results [M] as [B, T], with 0 on padding."""

@@ -319,8 +319,8 @@ def _awaited(answer: Awaitable[Any]) -> Any:
         return await answer
 
     if threading.current_thread().name == _LOOP:  # a function called by another: the loop is busy
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(lambda: asyncio.run(run())).result()
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(lambda: asyncio.run(run())).result()
     future = background_future(run(), loop=_LOOP)
     try:
         return future.result()

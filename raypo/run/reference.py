@@ -69,7 +69,7 @@ def with_references(
 
 
 class _WithReferences(Sequence[Preference]):
-    """Preferences that get `ref_log_probs` at each access, so that no image is stored again."""
+    """View of preferences that adds `ref_log_probs` on access, so that images are not copied."""
 
     def __init__(
         self, items: Sequence[Preference], log_probs: Sequence[tuple[float, float]]

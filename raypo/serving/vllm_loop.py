@@ -461,7 +461,7 @@ class VllmLoop:
             if admitted:
                 self._add_to_vllm(admitted)
         except BaseException:
-            for item in popped:  # for `_fail_all`
+            for item in popped:  # so that `_fail_all` fails them too
                 heapq.heappush(self._queue, item)
             raise
 

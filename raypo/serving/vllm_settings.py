@@ -233,7 +233,7 @@ def engine_arguments(
 
 
 def precision_arguments(section: EngineSection, device: str) -> dict[str, Any]:
-    """Return vLLM's arguments for 8-bit weights and keys, none if both are off."""
+    """Return vLLM's arguments for 8-bit weights and an 8-bit KV cache; empty if both are off."""
     arguments: dict[str, Any] = {}
     if section.quantization:
         arguments["quantization"] = "fp8_per_channel" if device == "cpu" else "fp8_per_block"

@@ -113,8 +113,8 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     if not tag and not opens_thought:
         return _split(text, 0, tools)
     if not opens_thought and not _can_split(thought, tools):
-        # If `</think>` is part of an argument, the whole response parses. Otherwise the prompt
-        # opened the thought, and the thought contains a mark.
+        # If `</think>` is inside an argument, the whole response parses. Otherwise the prompt
+        # opened the think block, and that block contains the tag of a tool call.
         with suppress(ToolError):
             return _split(text, 0, tools)
     return _split(text, len(text) - len(remainder), tools)

@@ -59,7 +59,7 @@ class Hang:
 
     idle_s: float
     culprits: Sequence[str]
-    """A clause for each process that does not go on."""
+    """One phrase for each process that is stuck."""
     waiting: Sequence[str] = ()
     """A clause for each worker that waits for them."""
     replicas: frozenset[str] = frozenset()
@@ -118,10 +118,12 @@ def _are_all_busy(workers: Sequence[Worker], blamed: Sequence[tuple[Worker, Pend
 
 
 def _idle_s(workers: Sequence[Worker]) -> float:
-    """Return the seconds for which a part of the run has not moved, or for which nothing has.
+    """Return how long the run has been stuck, in seconds.
 
-    Work of one name that several workers do together, such as an update, moves if it does on any of
-    them, because the others may wait for the slowest. It also moves if work inside of it does.
+    This is the longest idle time of work that must move, or the time since any worker has moved,
+    whichever is longer. Work that several workers do together, such as an update, counts as moving
+    if it moves on any of them, because the others may wait for the slowest. It also moves if work
+    inside it does.
     """
     all_work = [work for worker in workers for work in worker.beat.pending]
     least: dict[str, float] = {}
@@ -217,7 +219,7 @@ class Watchdog:
             own = f"raypo:{self.files.name}:"
             actors = [a for a in actors if a.actor_id in ids or a.name.startswith(own)]
         alive = {actor.actor_id for actor in actors}
-        # A worker that has died sends no beat, and Ray Train replaces it.
+        # Drop dead workers: they send no more beats, and Ray Train replaces them.
         self._beats = {
             rank: seen for rank, seen in self._beats.items() if seen[0].actor_id in alive
         }

@@ -253,7 +253,7 @@ def _split_command(text: str, origin: str, file: str) -> list[str]:
 
 
 def _hydra_arguments(remaining_words: Sequence[str], origin: str) -> dict[str, Any]:
-    """Return the overrides of a command of verl."""
+    """Return the Hydra overrides in a verl command line."""
     overrides: dict[str, Any] = {}
     options = {"--config-path": ("config", "./config"), "--config-name": _PPO_CONFIGS}
     remaining_words = [*remaining_words]
