@@ -64,7 +64,9 @@ def heartbeat(monitor: ActorHandle | None, rank: int, timeout_s: float | None) -
             with suppress(Exception):  # without further beats a healthy worker would be killed
                 idle_s, pending = pending_work.idle_s(), tuple(pending_work.pending())
                 is_slow = any(work.idle_s > timeout_s / 2 for work in pending)
-                stacks = _stacks()[:LONGEST_STACKS] if is_slow else ""
+                stacks = ""
+                with suppress(Exception):
+                    stacks = _stacks()[:LONGEST_STACKS] if is_slow else ""
                 monitor.beat.remote(Beat(rank, actor_id, idle_s, pending, stacks))
 
     thread = threading.Thread(target=send, name="raypo-heartbeat", daemon=True)

@@ -9,7 +9,7 @@ _USER = re.compile(rf"(?<=://)(?:[^/?#\s]+|[^/:@\s]+:{_PORT}[^@\s]*)@")
 """User and password of a URI. A password may contain / although it should be escaped."""
 _PASSWORD = re.compile(rf"(?<=://)[^/:@\s]+:{_PORT}[^@\s]+@")
 _OPTION = re.compile(
-    r"([?&](?:[\w.-]*(?:(?:api|access|secret|account)[_-]?key|token|secret|password|signature)"
+    r"([?&](?:[\w.-]*(?:(?:api|access|secret|account|private|shared|subscription)[_-]?key|token|secret|password|signature)"
     r"|key|sig)=)[^&\s]+",
     re.IGNORECASE,
 )

@@ -252,7 +252,7 @@ class Watchdog:
             if beat.stacks
         }
         others = hang.replicas | ({CONTROLLER} if hang.is_of_controller else set())
-        with suppress(Exception):  # workers that are still alive are killed after a later look
+        with suppress(Exception):  # workers that still send beats are killed after a later look
             kill_processes(a for a in actors if a.actor_id in ids or a.name in others)
         self._ended |= dict.fromkeys(ids, time.monotonic())
         self._beats.clear()

@@ -265,7 +265,6 @@ class ForeignArguments:
             name: The argument with the column. Its default does not tell that prompts have images.
             frozen: The argument that freezes the vision tower.
         """
-
         given = {
             each: self.arguments[spelling]
             for each in (name, frozen)
