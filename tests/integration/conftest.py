@@ -108,7 +108,10 @@ def group(model: str) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    dist.destroy_process_group()
+    if (
+        dist.is_initialized()
+    ):  # an engine of this process may have ended the group when it shut down
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
