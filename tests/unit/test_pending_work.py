@@ -12,13 +12,20 @@ from raypo.concurrency import background_future, daemon_future
 from raypo.pending_work import Pending, at_work, moved
 
 
+@pytest.fixture(autouse=True)
+def _no_work_of_other_tests() -> None:
+    """Threads that another test of this process has left may still wait in their work."""
+    pending_work.forget_pending()
+
+
 @pytest.fixture
 def event() -> Iterator[threading.Event]:
     """Threads of a test wait for it; none is left when the test ends."""
     event = threading.Event()
     yield event
     event.set()
-    while pending_work.pending():
+    end = time.monotonic() + 10.0
+    while pending_work.pending() and time.monotonic() < end:
         time.sleep(0.01)
 
 
