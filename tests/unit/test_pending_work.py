@@ -87,7 +87,7 @@ def test_a_thread_that_waits_for_another_is_told_from_one_that_works(event: thre
         begun.clear()
         daemon_future(work, name="test")
         begun.wait()
-        time.sleep(0.01)
+        time.sleep(0.2)
     assert pending("waiting").waits
     assert pending("waiting").place.startswith("Condition.wait (threading.py:")
     assert not pending("sleeping").waits
