@@ -143,7 +143,7 @@ def test_checkpointed_layers_and_an_adapter_have_the_same_gradients(folder: Path
     assert_equal_gradients(gradients(model, mine), theirs)
 
 
-@pytest.mark.parametrize("lora", [None, PolicyLoraSection(target_modules=["q_proj", "lm_head"])])
+@pytest.mark.parametrize("lora", [None, PolicyLoraSection(target_modules=("q_proj", "lm_head"))])
 def test_the_placeholder_of_an_image_cannot_be_sampled(folder: Path, lora: Any) -> None:
     """Neither does it count in the entropy, nor do other tokens share its probability."""
     model = policy(folder, lora=lora)
