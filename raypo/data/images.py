@@ -12,16 +12,18 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from raypo.config import ConfigError, DataSection, PromptSource
 from raypo.config.paths import is_uri
 from raypo.config.sources import path_of
 from raypo.data.chat_messages import Message, is_chat
+from raypo.data.item_store import LazySequence
 from raypo.data.rows import Row, RowError, RowImage
 from raypo.storage.folder import open_storage
 from raypo.storage.retries import StorageError, retried
@@ -84,12 +86,12 @@ def with_images(
     if not values and not parts:
         return row
     where = f"data.image_key ({column}): {row.where}"
-    held = [source_of(part, where) for part in parts if _has_image(part)]
-    messages, num_places = row.values[name], len(parts) - len(held)
+    part_sources = [source_of(part, where) for part in parts if _has_image(part)]
+    messages, num_places = row.values[name], len(parts) - len(part_sources)
     if is_chat(messages):
         if not parts:
             messages, num_places = _marked(messages)
-        if not num_places and not held:
+        if not num_places and not part_sources:
             messages, num_places = _at_beginning(messages, len(values)), len(values)
         if num_places != len(values):
             raise RowError(
@@ -97,22 +99,23 @@ def with_images(
                 f"{num_places} places for them (parts of type image, or {MARK}). Correct the row "
                 "or remove it."
             )
-    if len(values) + len(held) > section.max_images:
+    num_images = len(values) + len(part_sources)
+    if num_images > section.max_images:
         raise RowError(
-            f"data.max_images ({section.max_images}): {row.where} has {len(values) + len(held)} "
-            "images. Raise it if the model takes so many, or remove the row."
+            f"data.max_images ({section.max_images}): {row.where} has {num_images} images. Raise "
+            "it if the model takes so many, or remove the row."
         )
-    of_column = (source_of(value, where) for value in values)
-    of_parts = iter(held)
-    places = [_has_image(part) for part in parts] or [False] * len(values)
+    from_column = (source_of(value, where) for value in values)
+    from_parts = iter(part_sources)
+    in_part = [_has_image(part) for part in parts] or [False] * len(values)
     sources = [
-        _from_folder_of(source, next(of_parts if is_held else of_column)) for is_held in places
+        _from_folder_of(source, next(from_parts if is_part else from_column)) for is_part in in_part
     ]
-    images = [RowImage(each, image_size(read_file(each, where), where)) for each in sources]
+    images = [RowImage(image, image_size(read_file(image, where), where)) for image in sources]
     # Files stand in `images` alone. Rollouts carry the other columns to rewards and files.
-    shown = [each if isinstance(each, str) else f"{len(each)} bytes" for each in sources]
+    names = [image if isinstance(image, str) else f"{len(image)} bytes" for image in sources]
     return row._replace(
-        values=row.values | {column: shown} | {name: messages}, images=tuple(images)
+        values=row.values | {column: names} | {name: messages}, images=tuple(images)
     )
 
 
@@ -179,10 +182,10 @@ def source_of(value: Any, where: str) -> ImageSource:
     """
     if isinstance(value, Mapping):
         # OpenAI's parts hold a mapping with the key url.
-        held = [value[key] for key in PART_KEYS if value.get(key) is not None]
+        entries = [value[key] for key in PART_KEYS if value.get(key) is not None]
         # An undecoded image of `datasets` has its bytes beside the path that they came from.
-        content = next((each for each in held if isinstance(each, bytes)), None)
-        return source_of(content if content is not None else next(iter(held), None), where)
+        entries.sort(key=lambda entry: not isinstance(entry, bytes))
+        return source_of(entries[0] if entries else None, where)
     if isinstance(value, bytes):
         return value
     if isinstance(value, str | Path) and str(value):
@@ -275,7 +278,7 @@ def _decoded(content: bytes, *, check_only: bool = False) -> Image:
 
 
 class ImageInputs(Mapping[str, np.ndarray]):
-    """What a model's processor makes of images, made at the first access in a process.
+    """Inputs of a model that its processor makes of images, at the first access in a process.
 
     A process that only passes images on, or reads their files, loads no processor.
     """
@@ -378,10 +381,9 @@ class ImageReader:
             return np.full(count, self.placeholder_id, np.int32)
         return self._by_processor(size)
 
-    @property
-    @lru_cache(maxsize=1)  # noqa: B019
+    @cached_property
     def _is_plain(self) -> bool:
-        """Whether only placeholders stand for an image, and the processor can count them."""
+        """True if only placeholders stand for an image, and the processor can count them."""
         ids = self._by_processor((256, 256))
         is_counted = hasattr(self.processor, "_get_num_multimodal_tokens")
         return is_counted and bool((ids == self.placeholder_id).all())
@@ -414,7 +416,7 @@ def _processor(path: str) -> Any:
     return processor
 
 
-class WithImages(Sequence[Item]):
+class WithImages(LazySequence[Item]):
     """Prompts or examples whose images are read at each access.
 
     So memory never holds the images of all of them.
@@ -434,19 +436,14 @@ class WithImages(Sequence[Item]):
     @property
     def without_images(self) -> Sequence[Item]:
         """The same items with `images` None. Their access reads no image."""
-        return _Items(self._items)
+        return _WithoutImages(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> WithImages[Item]: ...
-    def __getitem__(self, place: int | slice) -> Item | WithImages[Item]:
-        if isinstance(place, slice):
-            return WithImages(self._items[place], self._reader)
-        slotted = self._items[place]
+    @override
+    def item(self, index: int) -> Item:
+        slotted = self._items[index]
         if not slotted.sources:
             return slotted.item
         assert self._reader is not None, "rows with images are refused without a reader"
@@ -454,23 +451,18 @@ class WithImages(Sequence[Item]):
         return replace(item, images=self._reader().read(slotted))
 
 
-class _Items(Sequence[Item]):
+class _WithoutImages(LazySequence[Item]):
     """The items of `WithImages` as they are stored."""
 
-    def __init__(self, slotted: Sequence[Slotted[Item]]) -> None:
-        self._slotted = slotted
+    def __init__(self, items: Sequence[Slotted[Item]]) -> None:
+        self._items = items
 
     def __len__(self) -> int:
-        return len(self._slotted)
+        return len(self._items)
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> _Items[Item]: ...
-    def __getitem__(self, place: int | slice) -> Item | _Items[Item]:
-        if isinstance(place, slice):
-            return _Items(self._slotted[place])
-        return self._slotted[place].item
+    @override
+    def item(self, index: int) -> Item:
+        return self._items[index].item
 
 
 def without_images(items: Sequence[Item]) -> Sequence[Item]:

@@ -6,10 +6,13 @@ import os
 import pickle
 import tempfile
 import weakref
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import TypeVar, overload
+
+from typing_extensions import override
 
 from raypo.config import ConfigError
 
@@ -19,27 +22,40 @@ MEMORY_BYTES = 64 << 20
 """Largest size of a store in memory, in bytes. A larger store is written to a temporary file."""
 
 
-class Selection(Sequence[Item]):
-    """Items of a sequence at given indices. Each access reads the item from the sequence."""
+class LazySequence(Sequence[Item]):
+    """Sequence that makes an item at each access. A slice is a view: its items are made later."""
 
-    def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
-        self._items, self._places = items, places
+    @abstractmethod
+    def item(self, index: int) -> Item:
+        """Return the item at an index from 0."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> Selection[Item]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Item | Selection[Item]:
+        if isinstance(index, slice):
+            return Selection(self, range(len(self))[index])
+        return self.item(range(len(self))[index])
+
+
+class Selection(LazySequence[Item]):
+    """Items of a sequence at given indices."""
+
+    def __init__(self, items: Sequence[Item], indices: Sequence[int]) -> None:
+        self._items, self._indices = items, indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> Selection[Item]: ...
-    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
-        if isinstance(place, slice):
-            return Selection(self._items, self._places[place])
-        return self._items[self._places[place]]
+    @override
+    def item(self, index: int) -> Item:
+        return self._items[self._indices[index]]
 
 
-class Joined(Sequence[Item]):
-    """Items of one sequence, followed by those of another. Each access reads the item there."""
+class Joined(LazySequence[Item]):
+    """Items of one sequence, followed by those of another."""
 
     def __init__(self, first: Sequence[Item], second: Sequence[Item]) -> None:
         self._first, self._second = first, second
@@ -47,19 +63,13 @@ class Joined(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._first) + len(self._second)
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> Selection[Item]: ...
-    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
-        if isinstance(place, slice):
-            return Selection(self, range(len(self))[place])
-        place = range(len(self))[place]
-        behind = place - len(self._first)
-        return self._first[place] if behind < 0 else self._second[behind]
+    @override
+    def item(self, index: int) -> Item:
+        in_second = index - len(self._first)
+        return self._first[index] if in_second < 0 else self._second[in_second]
 
 
-class ItemStore(Sequence[Item]):
+class ItemStore(LazySequence[Item]):
     """Append-only list of pickled items, with an index of 8 bytes per item in memory.
 
     Up to `MEMORY_BYTES`, the pickles are in memory too. A larger store is written to an unnamed
@@ -96,15 +106,9 @@ class ItemStore(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> Selection[Item]: ...
-    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
-        if isinstance(place, slice):
-            return Selection(self, range(len(self))[place])
-        place = range(len(self))[place]
+    @override
+    def item(self, index: int) -> Item:
         with self._lock:
-            self._file.seek(self._ends[place])
-            content = self._file.read(self._ends[place + 1] - self._ends[place])
+            self._file.seek(self._ends[index])
+            content = self._file.read(self._ends[index + 1] - self._ends[index])
         return pickle.loads(content)

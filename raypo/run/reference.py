@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from raypo.data.item_store import Selection
+from raypo.data.item_store import LazySequence
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.networks import Policy
 from raypo.models.packed_attention import reads_packed
@@ -68,7 +69,7 @@ def with_references(
     return _WithReferences(items, log_probs)
 
 
-class _WithReferences(Sequence[Preference]):
+class _WithReferences(LazySequence[Preference]):
     """View of preferences that adds `ref_log_probs` on access, so that images are not copied."""
 
     def __init__(
@@ -80,15 +81,9 @@ class _WithReferences(Sequence[Preference]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, place: int) -> Preference: ...
-    @overload
-    def __getitem__(self, place: slice) -> Selection[Preference]: ...
-    def __getitem__(self, place: int | slice) -> Preference | Selection[Preference]:
-        if isinstance(place, slice):
-            return Selection(self, range(len(self))[place])
-        place = range(len(self))[place]
-        return replace(self._items[place], ref_log_probs=self._log_probs[place])
+    @override
+    def item(self, index: int) -> Preference:
+        return replace(self._items[index], ref_log_probs=self._log_probs[index])
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:

@@ -44,14 +44,12 @@ class TextMetrics:
         Prompts of episodes are not compared: environments and agents read other columns of a row as
         well, so that rows with the same prompt can be different tasks.
         """
-        header = turn_header(tokenizer)
-        if is_episodic:
-            return cls(loaded.prompts, {}, header)
-        distinct = np.unique(loaded.digests)
-        of_data = {"data/duplicate_fraction": 1.0 - len(distinct) / len(loaded.digests)}
-        if held_out:
-            of_data["data/held_out_overlap"] = float(np.isin(held_out.digests, distinct).mean())
-        return cls(without_images(loaded.prompts), of_data, header)
+        distinct, of_data = np.unique(loaded.digests), dict[str, float]()
+        if not is_episodic:
+            of_data["data/duplicate_fraction"] = 1.0 - len(distinct) / len(loaded.digests)
+            if held_out:
+                of_data["data/held_out_overlap"] = float(np.isin(held_out.digests, distinct).mean())
+        return cls(without_images(loaded.prompts), of_data, turn_header(tokenizer))
 
     def metrics(self, scored: Sequence[Rollout], *, step: int) -> dict[str, float]:
         """Return the metrics of a step's samples.
