@@ -32,21 +32,34 @@ SHARED: dict[str, Any] = TOKENS | {
 }
 
 
-def tiny_tokenizer(folder: str | Path) -> Path:
-    """Saves a character-level tokenizer (one token a printable ASCII character) into `folder`."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+def character_tokenizer(
+    *, further_tokens: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """A character-level tokenizer (one token a printable ASCII character).
+
+    Args:
+        further_tokens: Special tokens behind `SPECIAL_TOKENS`.
+        chat_template: Its chat template.
+    """
+    tokens = (*SPECIAL_TOKENS, *further_tokens, *CHARACTERS)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
+        additional_special_tokens=list(further_tokens),
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
-    tokenizer.save_pretrained(folder)
+
+
+def tiny_tokenizer(folder: str | Path) -> Path:
+    """Saves a character-level tokenizer into `folder`."""
+    character_tokenizer().save_pretrained(folder)
     return Path(folder)
 
 

@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForImageTextToText,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
 
-from tests.tiny import CHARACTERS, SPECIAL_TOKENS, TOKENS
+from tests.tiny import TOKENS, character_tokenizer
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
@@ -30,20 +28,8 @@ CHAT_TEMPLATE = (
 
 def tiny_qwen_vl(folder: str | Path, *, seed: int = 0, hidden: int = 64, layers: int = 2) -> Path:
     """Save a random float32 Qwen2.5-VL with its tokenizer and processor into `folder`."""
-    names = (*SPECIAL_TOKENS, *VISION_TOKENS)
-    vocabulary = {token: i for i, token in enumerate((*names, *CHARACTERS))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=list(VISION_TOKENS),
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
+    tokenizer = character_tokenizer(further_tokens=VISION_TOKENS, chat_template=CHAT_TEMPLATE)
+    vocabulary = tokenizer.get_vocab()
     sizes: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     pixels: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
     processor = Qwen2_5_VLProcessor(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from raypo.health.rule import ROUNDS, History, Rule, Words, rule, value_at
+from raypo.health.rule import ROUNDS, Alarm, History, Rule, rule, value_at
 
 LEAK_STEPS, LEAK_RECORDS, MIN_LEAK = 20, 15, 0.1
 MAX_RATIO, STRAGGLER_STEPS = 1.5, 5
@@ -16,7 +16,7 @@ MAX_SCORING, MIN_SCORING_S, SCORING_STEPS = 0.3, 1.0, 5
 
 
 @rule(LEAK_STEPS + 11)
-def memory_leak(history: History, config: Mapping[str, Any]) -> Words:
+def memory_leak(history: History, config: Mapping[str, Any]) -> Alarm:
     """After the first 10 steps, the peak memory of a role (`perf/memory_<role>_gb` or its GPU
     memory) is a new record in at least 15 of 20 steps, and grows by 10 % over them and by a larger
     share than the responses (`rollout/response_tokens_mean`). Of 20 equally distributed peaks after
@@ -44,7 +44,7 @@ def memory_leak(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(STRAGGLER_STEPS)
-def straggler(history: History, config: Mapping[str, Any]) -> Words:
+def straggler(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 5 steps in a row, the slowest learner worker takes 1.5 times as long per token as the
     median (`perf/slowest_worker_ratio`) and is the same one, or so does an engine per step
     (`perf/slowest_engine_ratio`)."""
@@ -63,7 +63,7 @@ def straggler(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(SCORING_STEPS)
-def slow_reward(history: History, config: Mapping[str, Any]) -> Words:
+def slow_reward(history: History, config: Mapping[str, Any]) -> Alarm:
     """Over 5 steps, scoring takes more than 30 % of the time, and more than 1 s a step."""
     took, steps = (history.newest(name, SCORING_STEPS) for name in ("time/score_s", "time/step_s"))
     if not took or not steps or sum(took) <= MAX_SCORING * sum(steps):
@@ -90,7 +90,7 @@ def slow_reward(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def kv_thrashing(history: History, config: Mapping[str, Any]) -> Words:
+def kv_thrashing(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, the engines evict more than one running request for every 10 samples
     (`perf/engine_preemptions`), and compute its tokens again."""
     evicted = history.newest("perf/engine_preemptions")

@@ -58,9 +58,9 @@ class History:
         return values[-count:] if len(values) >= count else []
 
 
-Words = tuple[str, str] | None
+Alarm = tuple[str, str] | None
 """Problem, with its figure, and remedy, with its key. None if the rule does not match."""
-Check = Callable[[History, Mapping[str, Any]], Words]
+Check = Callable[[History, Mapping[str, Any]], Alarm]
 """Function of a run's metrics so far and of its resolved config."""
 
 

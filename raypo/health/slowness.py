@@ -42,7 +42,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Slowness:
-    """What bounds a run's steps."""
+    """Estimate of what bounds a run's steps, and of what its remedy would gain."""
 
     bound: str
     share: float
@@ -53,6 +53,25 @@ class Slowness:
     """Keys and values of the remedy. Empty if no key helps."""
     text: str
     """One sentence with all of it."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A mean step."""
+
+    seconds: Mapping[str, float]
+    """Seconds by phase."""
+    tail_s: float
+    """Seconds in which only the longest responses are sampled."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def of(self, bound: str) -> float:
+        """Return the seconds of the phases that have a bound."""
+        return sum(self.seconds.get(name, 0.0) for name in _BOUNDS[bound])
 
 
 def phase_seconds(row: Row) -> dict[str, float]:
@@ -82,20 +101,17 @@ def slowness(rows: Sequence[Row], config: Mapping[str, Any]) -> Slowness | None:
     """
     rows = rows[1:][-MAX_STEPS:]
     seconds = {name: value / len(rows) for name, value in seconds_by_phase(rows).items() if rows}
-    total = sum(seconds.values())
-    if len(rows) < MIN_STEPS or total < MIN_STEP_S:
+    tail_s = _mean(rows, "rollout/tail_fraction") * seconds.get("time/generate_s", 0.0)
+    step = _Step(seconds, tail_s)
+    if len(rows) < MIN_STEPS or step.total_s < MIN_STEP_S:
         return None
-    by_bound = {
-        bound: sum(seconds.get(name, 0.0) for name in names) for bound, names in _BOUNDS.items()
-    }
-    bound = max(by_bound, key=lambda name: by_bound[name])
-    share = by_bound[bound] / total
-    tail = _mean(rows, "rollout/tail_fraction") * seconds.get("time/generate_s", 0.0)
-    changes, ratio, how = _remedy(bound, by_bound, seconds, total, tail, config)
+    bound = max(_BOUNDS, key=step.of)
+    share = step.of(bound) / step.total_s
+    changes, ratio, how = _remedy(bound, step, config)
     why = ""
-    if bound == "sampling" and tail > 0.1 * by_bound[bound]:
+    if bound == "sampling" and tail_s > 0.1 * step.of(bound):
         why = (
-            f": {tail / by_bound[bound]:.0%} of it waits for the longest {TAIL_SHARE:.0%} of "
+            f": {tail_s / step.of(bound):.0%} of it waits for the longest {TAIL_SHARE:.0%} of "
             "responses"
         )
     estimate = f", est. {ratio:.1f}x" if ratio >= MIN_RATIO else ""
@@ -104,45 +120,41 @@ def slowness(rows: Sequence[Row], config: Mapping[str, Any]) -> Slowness | None:
 
 
 def _remedy(
-    bound: str,
-    by_bound: Mapping[str, float],
-    seconds: Mapping[str, float],
-    total: float,
-    tail: float,
-    config: Mapping[str, Any],
+    bound: str, step: _Step, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], float, str]:
     """Return the keys to change, the estimated ratio of step times, and both in words."""
+    total, took = step.total_s, step.of(bound)
     if bound == "sampling":
-        return _sampling(by_bound, seconds, total, tail, config)
+        return _sampling(step, config)
     if bound == "scoring":
-        now = value_at(config, "reward.processes") or 0
-        later = max(REWARD_PROCESSES, 2 * now)
-        left = total - by_bound[bound] * (1.0 - max(now, 1) / later)
-        changes = {"reward.processes": later}
         if value_at(config, "reward.function") is None:
             return {}, 1.0, "give reward models, judges or reward servers more devices"
-        return changes, total / left, f"reward.processes: {later} would split it"
+        now = value_at(config, "reward.processes") or 0
+        later = max(REWARD_PROCESSES, 2 * now)
+        left = total - took * (1.0 - max(now, 1) / later)
+        how = f"reward.processes: {later} would split it"
+        return {"reward.processes": later}, total / left, how
     if bound == "update":
         epochs = value_at(config, "ppo.num_epochs") or 1
         if epochs > 1:
-            left = total - seconds.get("time/update_s", 0.0) * (1.0 - 1.0 / epochs)
+            left = total - step.seconds.get("time/update_s", 0.0) * (1.0 - 1.0 / epochs)
             how = "ppo.num_epochs: 1 would read each sample once"
             return {"ppo.num_epochs": 1}, total / left, how
         workers = 2 * (value_at(config, "learner.num_workers") or 1)
-        left = total - by_bound[bound] / 2.0
+        left = total - took / 2.0
         how = f"learner.num_workers: {workers}, on as many devices, would halve it"
         return {"learner.num_workers": workers}, total / left, how
     if bound == "push":
         prompts = value_at(config, "rollout.prompts_per_step")
         later = 2 * prompts if prompts else None
         changes = {"rollout.prompts_per_step": later} if later else {}
-        ratio = 2.0 * total / (2.0 * total - by_bound[bound])  # of the samples per second
+        ratio = 2.0 * total / (2.0 * total - took)  # of the samples per second
         return changes, ratio, f"rollout.prompts_per_step: {later} would push half as often"
     if bound == "callback":
-        return {}, total / (total - by_bound[bound]), "make the callbacks faster"
+        return {}, total / (total - took), "make the callbacks faster"
     key = "eval.every" if bound == "evaluation" else "checkpoint.every"
     every = value_at(config, key) or 1
-    took, num_steps = by_bound[bound], value_at(config, "num_steps")
+    num_steps = value_at(config, "num_steps")
     if num_steps and every >= num_steps:
         return {}, 1.0, f"{key} is as rare as it can be, because the last step has one in any case"
     # Its share of the time becomes RARE_SHARE: took * every / later = RARE_SHARE * (rest + it).
@@ -152,29 +164,23 @@ def _remedy(
     return {key: later}, total / left, f"{key}: {later} would do it less often"
 
 
-def _sampling(
-    by_bound: Mapping[str, float],
-    seconds: Mapping[str, float],
-    total: float,
-    tail: float,
-    config: Mapping[str, Any],
-) -> tuple[dict[str, Any], float, str]:
+def _sampling(step: _Step, config: Mapping[str, Any]) -> tuple[dict[str, Any], float, str]:
+    total = step.total_s
     mode = value_at(config, "rollout.mode") or "sync"
     if mode == "sync" and value_at(config, "recipe") not in ROUNDS:
-        sampled = by_bound["sampling"] + by_bound["scoring"]
-        left = max(sampled - tail, total - sampled)
+        sampled = step.of("sampling") + step.of("scoring")
+        left = max(sampled - step.tail_s, total - sampled)
         changes = {"rollout.mode": "async", "placement.mode": "dedicated"}
         is_apart = value_at(config, "placement.mode") == "dedicated"
         where = "" if is_apart else ", with engines on devices of their own,"
         return changes, total / left, f"rollout.mode: async{where} would hide it"
     engines = value_at(config, "rollout.engine.count")
     later = 2 * engines if isinstance(engines, int) else None
-    waited = seconds.get("time/wait_for_rollouts_s", 0.0)
+    waited = step.seconds.get("time/wait_for_rollouts_s", 0.0)
+    # While the learner waits, the engines set the pace: a step takes as long as they need.
+    left = max(total / 2.0, total - waited)
     if mode == "sync":
-        left = total - by_bound["sampling"] / 2.0
-    else:
-        # While the learner waits, the engines set the pace: a step takes as long as they need.
-        left = max(total / 2.0, total - waited)
+        left = total - step.of("sampling") / 2.0
     changes = {"rollout.engine.count": later} if later else {}
     how = f"rollout.engine.count: {later}" if later else "twice as many engines"
     what = "it" if mode == "sync" else "the wait"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, History, Rule, Words, rule, value_at
+from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, Alarm, History, Rule, rule, value_at
 
 MAX_TRUNCATED = 0.25
 """Limit as a share of responses. A policy that ends its answers stays below it, even early on."""
@@ -23,7 +23,7 @@ LABEL_STEPS = 5
 
 
 @rule()
-def constant_reward(history: History, config: Mapping[str, Any]) -> Words:
+def constant_reward(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, and in all steps before, every sample has the same score."""
     spreads = history.values("rollout/score_std")
     if len(spreads) < PATIENCE or max(spreads) > 1e-9:
@@ -37,7 +37,7 @@ def constant_reward(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(LABEL_STEPS)
-def shifted_labels(history: History, config: Mapping[str, Any]) -> Words:
+def shifted_labels(history: History, config: Mapping[str, Any]) -> Alarm:
     """Over the last 5 steps, more responses contain the label of the row before or after their
     prompt's than their own, by more than 3 standard errors. Rows whose prompt contains one of these
     labels do not count."""
@@ -63,7 +63,7 @@ def shifted_labels(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(1)
-def duplicated_prompts(history: History, config: Mapping[str, Any]) -> Words:
+def duplicated_prompts(history: History, config: Mapping[str, Any]) -> Alarm:
     """More than 10 % of the rows of `data.prompts` repeat the prompt and label of an earlier row.
     Prompts of episodes are not compared, because their tasks may lie in other columns."""
     share = history.first.get("data/duplicate_fraction", 0.0)
@@ -77,7 +77,7 @@ def duplicated_prompts(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(1)
-def held_out_in_training(history: History, config: Mapping[str, Any]) -> Words:
+def held_out_in_training(history: History, config: Mapping[str, Any]) -> Alarm:
     """More than 1 % of the held-out prompts are also training prompts, with the same label. Prompts
     of episodes are not compared."""
     share = history.first.get("data/held_out_overlap", 0.0)
@@ -91,7 +91,7 @@ def held_out_in_training(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def wrong_template(history: History, config: Mapping[str, Any]) -> Words:
+def wrong_template(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, more than 5 % of the responses contain the header with which the chat
     template begins an answer, in what the policy wrote itself: it opens the turn."""
     shares = history.newest("rollout/turn_header_fraction")
@@ -106,7 +106,7 @@ def wrong_template(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(2 * PATIENCE)
-def end_never_learned(history: History, config: Mapping[str, Any]) -> Words:
+def end_never_learned(history: History, config: Mapping[str, Any]) -> Alarm:
     """In a run with labels (`data.label_key`), in each of the first 6 steps and in all later ones,
     more than 95 % of the responses are cut off at their maximum length. Without labels, a reward
     function may judge openings of texts."""
@@ -124,7 +124,7 @@ def end_never_learned(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def truncation_bias(history: History, config: Mapping[str, Any]) -> Words:
+def truncation_bias(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, more than 25 % of the responses are cut off, but not more than 95 %:
     their scores are those of unfinished answers."""
     shares = history.newest("rollout/truncated_fraction")
@@ -142,7 +142,7 @@ def truncation_bias(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(2 * PATIENCE)
-def length_exploited(history: History, config: Mapping[str, Any]) -> Words:
+def length_exploited(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, and in the sixth or later, responses are half as long again as in the
     first 3 (and by 4 tokens), and within groups score and length correlate by 0.5 or more."""
     lengths = history.values("rollout/response_tokens_mean")
@@ -161,7 +161,7 @@ def length_exploited(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(2 * PATIENCE)
-def length_drift(history: History, config: Mapping[str, Any]) -> Words:
+def length_drift(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, and in the sixth or later, responses are twice as long as in the first 3
     (and by 16 tokens) without a gain in the held-out score, or shorter than 0.3 of them."""
     lengths = history.values("rollout/response_tokens_mean")
@@ -188,7 +188,7 @@ def length_drift(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(2)
-def reward_gamed(history: History, config: Mapping[str, Any]) -> Words:
+def reward_gamed(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 2 evaluations in a row, and in the third or later, the held-out score is below its best by
     0.3 of its gain and by 0.2 of the scores' standard deviation, while the training score is at its
     best."""
@@ -216,7 +216,7 @@ def reward_gamed(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def policy_dies(history: History, config: Mapping[str, Any]) -> Words:
+def policy_dies(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 2 evaluations in a row (without an evaluation at the start: 3 training scores), the score
     is below that before the first update by half the scores' standard deviation, or in 1 evaluation
     by 0.9 of it. Training scores of fewer than 16 prompts per step: by more, because chance moves

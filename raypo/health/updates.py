@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
-from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, History, Rule, Words, rule, value_at
+from raypo.health.rule import PATIENCE, PROMPTS_PER_STEP, Alarm, History, Rule, rule, value_at
 
 MAX_KL_PER_TOKEN = 0.5
 """Limit in nats. Beyond this KL, the reference's likelihoods say little about the responses."""
@@ -32,7 +32,7 @@ CRITIC_STEPS = 10
 
 
 @rule()
-def stale_weights(history: History, config: Mapping[str, Any]) -> Words:
+def stale_weights(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row without staleness, `mismatch/kl` is above 1e-5 nats per token and above
     ten times its value in every earlier step."""
     gaps = history.values("mismatch/kl")
@@ -49,7 +49,7 @@ def stale_weights(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def engine_mismatch(history: History, config: Mapping[str, Any]) -> Words:
+def engine_mismatch(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row without staleness, `mismatch/kl` is above 0.01 nats per token."""
     gaps = history.newest("mismatch/kl")
     usual = {"top_p": (None, 1.0), "top_k": (None,), "min_p": (None, 0.0)}
@@ -69,7 +69,7 @@ def engine_mismatch(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def off_policy_drift(history: History, config: Mapping[str, Any]) -> Words:
+def off_policy_drift(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row with staleness, `mismatch/kl` is above half the square of `ppo.clip_low`
     (of 0.2 with a `ppo.policy_loss` that does not clip the ratio of single tokens): a usual token's
     ratio leaves the clip range before its first update."""
@@ -89,7 +89,7 @@ def off_policy_drift(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def kl_runaway(history: History, config: Mapping[str, Any]) -> Words:
+def kl_runaway(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, the KL to the reference has grown by 0.5 nats per token or 50 per
     response since before the first update."""
     token, response = (_drift(history, name) for name in ("kl/ref_mean", "kl/ref_response_mean"))
@@ -117,7 +117,7 @@ def _drift(history: History, name: str) -> list[float]:
 
 
 @rule()
-def learning_rate_high(history: History, config: Mapping[str, Any]) -> Words:
+def learning_rate_high(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, more than 30 % of the tokens are clipped (`ppo/clip_fraction`), or an
     update moves the policy by more than 0.1 nats per token (`ppo/approx_kl`)."""
     remedy = "Lower learner.policy_lr or ppo.num_epochs, or raise ppo.minibatch_size."
@@ -131,7 +131,7 @@ def learning_rate_high(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(MIN_UPDATES_STEPS)
-def learning_rate_low(history: History, config: Mapping[str, Any]) -> Words:
+def learning_rate_low(history: History, config: Mapping[str, Any]) -> Alarm:
     """After 20 steps with an update at the largest learning rate so far, `kl/ref_response_mean` has
     stayed below 0.001 nats in the last 10: no score in [0, 1] can have moved by more than 0.022."""
     # The drift is tested first, because the learning rates of all steps take longer to read.
@@ -156,7 +156,7 @@ def learning_rate_low(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def entropy_collapse(history: History, config: Mapping[str, Any]) -> Words:
+def entropy_collapse(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, and in the sixth or later, `ppo/entropy` is below a tenth of its first
     value, while the scores still spread by a quarter of what they did, and their mean has gained
     less than two thirds of what it could (of scores outside of [0, 1]: than two standard
@@ -181,7 +181,7 @@ def entropy_collapse(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(2 * CRITIC_STEPS)
-def blind_critic(history: History, config: Mapping[str, Any]) -> Words:
+def blind_critic(history: History, config: Mapping[str, Any]) -> Alarm:
     """After 20 steps with an update of the critic, `ppo/explained_variance` is below 0.02 in each
     of the last 10: the critic is no better than a constant."""
     known = history.newest("ppo/explained_variance", CRITIC_STEPS)
@@ -198,7 +198,7 @@ def blind_critic(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def no_advantage(history: History, config: Mapping[str, Any]) -> Words:
+def no_advantage(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, and in as many as draw 24 prompts, every advantage is 0
     (`ppo/advantage_abs_mean`), though the scores differ."""
     # By chance, the few groups of small steps often have equal scores.
@@ -218,7 +218,7 @@ def no_advantage(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def zero_variance_groups(history: History, config: Mapping[str, Any]) -> Words:
+def zero_variance_groups(history: History, config: Mapping[str, Any]) -> Alarm:
     """With an advantage that compares the scores of a group: in 3 steps in a row, the scores are
     equal in more than 60 % of the groups, but not in all."""
     if value_at(config, "ppo.advantage") not in GROUP_ADVANTAGES:
@@ -240,7 +240,7 @@ def zero_variance_groups(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule()
-def correction_drops(history: History, config: Mapping[str, Any]) -> Words:
+def correction_drops(history: History, config: Mapping[str, Any]) -> Alarm:
     """In 3 steps in a row, `ppo.correction` drops more than half of the tokens."""
     dropped = history.newest("mismatch/dropped_fraction")
     if not dropped or min(dropped) <= 0.5:
@@ -253,7 +253,7 @@ def correction_drops(history: History, config: Mapping[str, Any]) -> Words:
 
 
 @rule(1)
-def skipped_updates(history: History, config: Mapping[str, Any]) -> Words:
+def skipped_updates(history: History, config: Mapping[str, Any]) -> Alarm:
     """An update was skipped in this step, because loss or gradients were not finite."""
     for name, key in (("ppo/skipped_updates", "policy_lr"), ("train/skipped_updates", "lr")):
         skipped = history.last.get(name, 0)

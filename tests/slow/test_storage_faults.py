@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,19 +19,15 @@ from raypo.cluster.connect import connect
 from raypo.config import ClusterSection
 from tests.integration.pipeline import sft_values, write_examples
 from tests.integration.task import numbers, read_metrics, wait_for_steps
+from tests.small_disk import small_disk
 
 STORE_BYTES = 100 << 20
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", size="64m") as path:
+        yield path
 
 
 def train(values: dict[str, Any], storage_path: Path) -> list[dict[str, Any]]:
@@ -52,7 +47,7 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_a_disk_that_is_full_for_a_while_and_then_for_good(small_disk: Path, tmp_path: Path):
+def test_a_disk_that_is_full_for_a_while_and_then_for_good(disk: Path, tmp_path: Path):
     write_examples(tmp_path)
     values = sft_values(tmp_path, lr_schedule="constant")
     values |= {"eval": {}, "checkpoint": {"every": 1, "keep": 2}, "num_steps": 6}
@@ -60,28 +55,28 @@ def test_a_disk_that_is_full_for_a_while_and_then_for_good(small_disk: Path, tmp
 
     def full(*, then_free: bool) -> threading.Thread:
         def work() -> None:
-            wait_for_steps(small_disk / "run", 2)
-            fill(small_disk)
+            wait_for_steps(disk / "run", 2)
+            fill(disk)
             if then_free:
                 time.sleep(7.0)  # the second attempt at a write comes after 5 s, the third after 15
-                (small_disk / "filler").unlink()
+                (disk / "filler").unlink()
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         return thread
 
     beside = full(then_free=True)
-    assert numbers(train(values, small_disk)) == numbers(plain)
+    assert numbers(train(values, disk)) == numbers(plain)
     beside.join()
-    assert not (small_disk / "filler").exists()
+    assert not (disk / "filler").exists()
 
-    shutil.rmtree(small_disk / "run")
+    shutil.rmtree(disk / "run")
     beside = full(then_free=False)
     with pytest.raises(TrainingFailedError, match="Free some space or bring the storage back"):
-        train(values, small_disk)
+        train(values, disk)
     beside.join()
-    (small_disk / "filler").unlink()
-    assert numbers(train(values, small_disk)) == numbers(plain)
+    (disk / "filler").unlink()
+    assert numbers(train(values, disk)) == numbers(plain)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from raypo.doctor import disk_checks, machine_checks
 from raypo.doctor.disk_checks import folder, uri
 from raypo.doctor.machine_checks import machine_checks as checks_of
 from raypo.doctor.result import Check, run_checks
+from tests.small_disk import small_disk
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -44,15 +45,8 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path):
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs without any free space."""
-    path = tmp_path / "full"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    try:
+    with small_disk(tmp_path / "full", size="64k") as path:
         yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 def test_a_full_disk(full_disk: Path):
