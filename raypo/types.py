@@ -23,7 +23,7 @@ class Images:
     files: tuple[bytes, ...]
     """Encoded images (PNG, JPEG, ...), in the order of their placeholders, for the engine."""
     inputs: Mapping[str, np.ndarray]
-    """What the model's processor makes of them, under the names of the model's forward method, such
+    """Outputs of the model's processor, under the names of the model's forward method, such
     as `pixel_values` and `image_grid_thw`, for the learner. It is made at the first access, and
     not copied between processes."""
     placeholder_id: int

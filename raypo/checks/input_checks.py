@@ -13,8 +13,8 @@ from raypo.checks.function_checks import (
     check_functions,
     check_scoring,
 )
+from raypo.checks.image_checks import check_images
 from raypo.checks.model_checks import (
-    check_images,
     check_model,
     check_positions,
     check_positions_of,
@@ -83,7 +83,7 @@ def check_inputs(
     if isinstance(config, OnlineConfig):
         check_head_dtype(config.model.head_dtype)
         check_router_replay(config.rollout.router_replay)
-    if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
+    if config.needs_engine:
         check_positions(config)
     check_rotations(config, on_hub=False)
     if config.data.image_key is not None:

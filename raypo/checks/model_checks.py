@@ -20,8 +20,6 @@ from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import (
     REPLAYED,
     ROUTED,
-    VISION,
-    VISION_OF_ENGINES,
     cached_folder,
     looks_like_hub_id,
     max_positions,
@@ -109,13 +107,9 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
 
 
-def _has_engine(config: Any) -> bool:
-    return isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False)
-
-
 def check_kernels(config: Any) -> None:
     """Refuse a policy that vLLM's engines cannot run on CPUs, for a run without GPUs."""
-    if not _has_engine(config):
+    if not config.needs_engine:
         return
     path = config.model.policy
     kind = (_config_of("model.policy", path) or {}).get("model_type")
@@ -204,7 +198,7 @@ def _check_rotations_of(config: Any, key: str, path: str, values: dict[str, Any]
     if limit is None:
         return
     lengths = {}
-    if _has_engine(config):
+    if config.needs_engine:
         lengths[config.rollout.length_key] = config.max_model_len
     if (response := getattr(config.data, "max_response_tokens", None)) is not None:
         lengths["data.max_response_tokens"] = config.data.max_prompt_tokens + response
@@ -262,8 +256,6 @@ def check_models(config: AnyConfig) -> None:
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
         checkpoint.check_weights(key, path, kind, new_head=is_reward_model)
     check_rotations(config, on_hub=True)
-    if getattr(config.data, "image_key", None) is not None:
-        check_images(config)
     _check_speculation(config)
     _check_routers(config)
     _check_router_replay(config)
@@ -281,100 +273,6 @@ def check_models(config: AnyConfig) -> None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
 
 
-def check_images(config: AnyConfig) -> None:
-    """Refuse a run whose prompts have images, if one of its models could not read them.
-
-    Raises:
-        ConfigError: a model that reads the prompts' token ids has no vision tower that raypo reads
-            images with, or the learner could not pass images.
-    """
-    from raypo.models.checkpoint import read_config
-
-    model, learner = config.model, config.learner
-    for key, path in models_of(config):
-        kind = read_config(path, key=key).model_type
-        reads_text = key == "model.reward" or isinstance(config, RewardModelConfig)
-        reads_text = reads_text or isinstance(config, DistillationConfig)
-        if key == JUDGE or (kind in VISION and not reads_text):
-            continue
-        why = "as a classifier or a teacher" if reads_text else f"of the architecture {kind}"
-        raise ConfigError(
-            f"{key} ({path}): the prompts have images, but raypo reads no images with a model "
-            f"{why}. Give a policy, reference and critic of {', '.join(VISION)}, or prompts "
-            "without images."
-        )
-    if model.attention != "auto":
-        raise ConfigError(
-            f"model.attention ({model.attention}): images are read in packed rows only. Set it to "
-            "auto."
-        )
-    if learner.sequence_parallel > 1:
-        raise ConfigError(
-            f"learner.sequence_parallel ({learner.sequence_parallel}): workers cannot share the "
-            "tokens of rows with images. Set it to 1."
-        )
-    if "vision" not in model.freeze and learner.total_workers > 1:
-        raise ConfigError(
-            f"model.freeze ({list(model.freeze)}): a vision tower is trained by one learner worker "
-            f"only, because a worker may have no images, but there are {learner.total_workers} "
-            "workers. Set it to [vision]."
-        )
-    if _has_engine(config):
-        _check_engine_with_images(config)
-    if isinstance(config, OnlineConfig):
-        _check_rollouts_with_images(config)
-    for key, value in {
-        "data.messages_key": getattr(config.data, "messages_key", None),
-        "data.desirable_key": getattr(config.data, "desirable_key", None),
-        "dpo.loss": "kto" if getattr(getattr(config, "dpo", None), "loss", None) == "kto" else None,
-    }.items():
-        if value is not None:
-            raise ConfigError(
-                f"{key} ({value}): examples of this form get no images, but data.image_key is "
-                f"{config.data.image_key}. Give prompts with responses, or pairs for another loss."
-            )
-
-
-def _check_engine_with_images(config: Any) -> None:
-    """Refuse a policy whose images the engines do not read, or not with its latest weights."""
-    from raypo.models.checkpoint import read_config
-
-    model = config.model
-    kind = read_config(model.policy).model_type
-    remedy = ", or train by a recipe without an engine (sft, dpo)"
-    if not isinstance(config, OnlineConfig):
-        remedy = ", or sample no responses for evaluation (eval.function)"
-    if kind not in VISION_OF_ENGINES:
-        raise ConfigError(
-            f"model.policy ({model.policy}): the prompts have images, but no engine was compared "
-            f"with the learner on images for the architecture {kind}. Give a policy of "
-            f"{', '.join(VISION_OF_ENGINES)}{remedy}."
-        )
-    if "vision" not in model.freeze:
-        raise ConfigError(
-            f"model.freeze ({list(model.freeze)}): vLLM keeps what a vision tower has made of an "
-            "image across pushes, so its engines would use vectors of an older tower. Set it to "
-            f"[vision]{remedy}."
-        )
-
-
-def _check_rollouts_with_images(config: OnlineConfig) -> None:
-    """Refuse settings of rollouts that images do not reach."""
-    rollout, frozen = config.rollout, config.placement.frozen
-    if rollout.is_episodic:
-        name = "environment" if rollout.environment else "agent"
-        raise ConfigError(
-            f"rollout.{name} ({getattr(rollout, name)}): episodes get no images, but "
-            f"data.image_key is {config.data.image_key}. Remove one of the two."
-        )
-    # Also if the reference is the initial policy, whose model.reference is null.
-    if config.references and frozen.reference.backend != "torch":
-        raise ConfigError(
-            f"placement.frozen.reference.backend ({frozen.reference.backend}): the reference gets "
-            "no images there. Set it to torch."
-        )
-
-
 def _check_speculation(config: Any) -> None:
     """Refuse speculation for a policy that could sample an image's placeholder.
 
@@ -383,7 +281,7 @@ def _check_speculation(config: Any) -> None:
     from raypo.models.checkpoint import read_config
     from raypo.models.vision import placeholder_id
 
-    if not _has_engine(config):
+    if not config.needs_engine:
         return
     kind, policy = config.rollout.engine.speculation.kind, config.model.policy
     if kind != "none" and placeholder_id(read_config(policy)) is not None:
@@ -429,52 +327,48 @@ def _check_router_replay(config: AnyConfig) -> None:
 
 def check_shared_rows(config: AnyConfig) -> None:
     """Refuse trained models that do not support sequence parallelism."""
-    import torch
-    from transformers import AutoModel
-
-    from raypo.models.checkpoint import network_class, read_config
     from raypo.models.packed_attention import can_read_packed
 
     size = config.learner.sequence_parallel
-    for key, path in models_of(config):
-        if size == 1 or key not in ("model.policy", "model.critic"):
-            continue
-        values = read_config(path, key=key)
-        with torch.device("meta"):
-            model = network_class(AutoModel, values, path, key=key)(values)
+    for name, model in _trained_without_weights(config) if size > 1 else ():
         reason = None
-        if hasattr(values, "vision_config"):
+        if hasattr(model.config, "vision_config"):
             reason = "it reads images"
         elif not can_read_packed(model):
             reason = "not all of its layers have full or sliding attention over earlier tokens"
         if reason:
             raise ConfigError(
-                f"learner.sequence_parallel ({size}): workers cannot share the rows of {key} "
-                f"({path}, {values.model_type}): {reason}. Set learner.sequence_parallel to 1, or "
-                "give another model."
+                f"learner.sequence_parallel ({size}): workers cannot share the rows of {name}: "
+                f"{reason}. Set learner.sequence_parallel to 1, or give another model."
             )
 
 
 def check_tiles(config: AnyConfig) -> None:
     """Refuse models to train without MLPs that can be computed in tiles."""
+    from raypo.models.activation_memory import dense_mlps
+
+    tile = config.learner.mlp_tile_tokens
+    for name, model in _trained_without_weights(config) if tile else ():
+        if not dense_mlps(model):
+            raise ConfigError(
+                f"learner.mlp_tile_tokens ({tile}): {name} has no dense MLPs that raypo can tile. "
+                "Set learner.mlp_tile_tokens to null."
+            )
+
+
+def _trained_without_weights(config: AnyConfig) -> Iterator[tuple[str, Any]]:
+    """Yield a description and the modules of each model to train, on the meta device."""
     import torch
     from transformers import AutoModel
 
-    from raypo.models.activation_memory import dense_mlps
     from raypo.models.checkpoint import network_class, read_config
 
-    tile = config.learner.mlp_tile_tokens
     for key, path in models_of(config):
-        if not tile or key not in ("model.policy", "model.critic"):
-            continue
-        values = read_config(path, key=key)
-        with torch.device("meta"):
-            model = network_class(AutoModel, values, path, key=key)(values)
-        if not dense_mlps(model):
-            raise ConfigError(
-                f"learner.mlp_tile_tokens ({tile}): {key} ({path}, {values.model_type}) has no "
-                "dense MLPs that raypo can tile. Set learner.mlp_tile_tokens to null."
-            )
+        if key in ("model.policy", "model.critic"):
+            values = read_config(path, key=key)
+            with torch.device("meta"):
+                model = network_class(AutoModel, values, path, key=key)(values)
+            yield f"{key} ({path}, {values.model_type})", model
 
 
 def _check_template_kwargs(config: AnyConfig) -> None:

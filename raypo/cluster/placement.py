@@ -20,7 +20,6 @@ from raypo.config import (
     EngineSection,
     FrozenSection,
     OnlineConfig,
-    PolicyExamplesConfig,
     RewardModelConfig,
 )
 from raypo.config.placement_section import Group, RoleKind
@@ -159,9 +158,7 @@ def with_labels(selector: Mapping[str, str]) -> str:
 
 def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[ServedRole]:
     """Return all served roles of a run: the engine first, then the frozen models."""
-    if isinstance(config, RewardModelConfig):
-        return []
-    if isinstance(config, PolicyExamplesConfig) and not config.needs_engine:
+    if isinstance(config, RewardModelConfig) or not config.needs_engine:
         return []
     placement, engine = config.placement, config.rollout.engine
     models: list[tuple[str, RoleKind, str, EngineSection | FrozenSection]]

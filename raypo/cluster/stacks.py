@@ -34,8 +34,8 @@ each of a node's processes, of which four are read at a time."""
 def stacks_of(actors: Iterable[ActorProcess]) -> dict[str, str]:
     """Return the stacks of actors, of their descendants, and of this process, by a file's name."""
     by_node = _on_nodes(_stacks_here, actors)
-    own = {f"driver_{os.getpid()}.txt": _stack_of(psutil.Process())}
-    return own | {name: text for stacks in by_node for name, text in stacks.items()}
+    driver = {f"driver_{os.getpid()}.txt": _stack_of(psutil.Process())}
+    return driver | {name: text for stacks in by_node for name, text in stacks.items()}
 
 
 def kill_processes(actors: Iterable[ActorProcess]) -> None:
@@ -78,10 +78,10 @@ def _on_nodes(
 def _stacks_here(names: Mapping[int, str]) -> dict[str, str]:
     processes: dict[int, tuple[str, psutil.Process]] = {}
     for pid, name in names.items():
-        for number in (pid, *descendants(pid)):
-            if psutil.pid_exists(number) and number not in processes:
-                words = name if number == pid else f"{name}_child"
-                processes[number] = (f"{words}_{number}", psutil.Process(number))
+        for process_id in (pid, *descendants(pid)):
+            if psutil.pid_exists(process_id) and process_id not in processes:
+                title = name if process_id == pid else f"{name}_child"
+                processes[process_id] = (f"{title}_{process_id}", psutil.Process(process_id))
     with ThreadPoolExecutor(4) as threads:
         texts = threads.map(_stack_of, [process for _, process in processes.values()])
         titles = [re.sub(r"[^\w.-]+", "_", title) for title, _ in processes.values()]
@@ -100,12 +100,12 @@ def _stack_of(process: psutil.Process) -> str:
     if state == psutil.STATUS_STOPPED:
         command.append("--nonblocking")  # py-spy cannot stop it once more
     try:
-        done = subprocess.run(
+        dump = subprocess.run(
             command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{text}py-spy: {error}\n"
-    return text + (done.stdout or f"py-spy: {done.stderr}")
+    return text + (dump.stdout or f"py-spy: {dump.stderr}")
 
 
 def _kill_here(names: Mapping[int, str]) -> None:

@@ -9,8 +9,8 @@ _USER = re.compile(rf"(?<=://)(?:[^/?#\s]+|[^/:@\s]+:{_PORT}[^@\s]*)@")
 """User and password of a URI. A password may contain / although it should be escaped."""
 _PASSWORD = re.compile(rf"(?<=://)[^/:@\s]+:{_PORT}[^@\s]+@")
 _OPTION = re.compile(
-    r"([?&](?:[\w.-]*(?:(?:api|access|secret|account|private|shared|subscription)[_-]?key|token|secret|password|signature)"
-    r"|key|sig)=)[^&\s]+",
+    r"([?&](?:[\w.-]*(?:(?:api|access|secret|account|private|shared|subscription)[_-]?key"
+    r"|token|secret|password|signature)|key|sig)=)[^&\s]+",
     re.IGNORECASE,
 )
 _NAME = re.compile(r"(.*\.)?((hf|auth|access)_token|(api|secret|access)_key|password)")

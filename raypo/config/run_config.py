@@ -192,6 +192,11 @@ class RecipeConfig(RunFile):
                 f"Set learner.num_workers to at most {max_workers}."
             )
 
+    @property
+    def needs_engine(self) -> bool:
+        """True if the run has engines."""
+        return False
+
     def with_workers(self, count: int) -> Self:
         """Return the config of an elastic run for a period with `count` workers.
 
@@ -327,6 +332,11 @@ class OnlineConfig(RecipeConfig):
     def trained_temperature(self) -> float:
         """Temperature of the log-probs that learner and reference compute."""
         return self.rollout.temperature
+
+    @property
+    def needs_engine(self) -> bool:
+        """True: engines sample the responses to train on."""
+        return True
 
     @property
     @abstractmethod

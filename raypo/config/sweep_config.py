@@ -323,8 +323,7 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, point_label: str) -> No
                 f"metric ({metric}): the base config has no evaluation. Set eval.prompts in "
                 f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
             )
-        is_judged = getattr(trial, "needs_engine", isinstance(trial, OnlineConfig))
-        if metric == "eval/score_mean" and not is_judged:
+        if metric == "eval/score_mean" and not trial.needs_engine:
             raise ConfigError(
                 f"metric ({metric}): answers to held-out prompts are scored by eval.function, "
                 f"but {sweep.base} has none. Set eval.function and eval.prompts there, or choose "

@@ -78,13 +78,13 @@ def chat_messages(
         MessageError: a role is not a string, a content is neither text nor text parts, or a tool
             call is malformed. The error names the message by its index.
     """
-    return [_normalised(place, message, images) for place, message in enumerate(messages)]
+    return [_normalised(index, message, images) for index, message in enumerate(messages)]
 
 
 def _normalised(
-    place: int, message: Mapping[str, Any], images: list[Mapping[str, Any]] | None
+    index: int, message: Mapping[str, Any], images: list[Mapping[str, Any]] | None
 ) -> Message:
-    where = f"messages.{place}"
+    where = f"messages.{index}"
     if not isinstance(message.get("role"), str):
         raise MessageError(f"{where}.role: a message must have a role, which is a text")
     plain: Message = without_nulls(message)

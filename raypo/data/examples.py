@@ -320,11 +320,11 @@ def _load(
         count_ignored(row, columns, section, tokenizer.chat_template, bad)
         return prepared_row(with_columns(row, source, others), source, section, response_keys)
 
-    def built(each: _Responded) -> tuple[bool, Slotted[Item] | None]:
+    def built(responded: _Responded) -> tuple[bool, Slotted[Item] | None]:
         """Return whether a row is short enough, and the item built from it."""
-        row, responses = each
+        row, responses = responded
         fits = [is_short("prompt", row, len(row.prompt_ids), section)]
-        fits += [is_short("response", row, len(one.ids), section) for one in responses]
+        fits += [is_short("response", row, len(response.ids), section) for response in responses]
         item = build(row, responses) if all(fits) else None
         return all(fits), None if item is None else Slotted.of(item, row)
 

@@ -21,7 +21,7 @@ from raypo.cluster.devices import check_capability, check_driver
 from raypo.cluster.gpus import gpu_of
 from raypo.cluster.hardware import GB
 from raypo.cluster.placement import served_roles
-from raypo.config import AnyConfig, ConfigError, OnlineConfig
+from raypo.config import AnyConfig, ConfigError
 from raypo.custom.in_subprocess import call_in_subprocess
 from raypo.doctor.result import (
     PROCESS_LIMIT_S,
@@ -168,7 +168,7 @@ def _nccl(local_gpus: LocalGpus, config: AnyConfig | None) -> Result:
 
 def transport_of(config: AnyConfig) -> str | None:
     """Return the transport of a run's pushes on GPUs, or None if nothing is pushed."""
-    if not isinstance(config, OnlineConfig) and not getattr(config, "needs_engine", False):
+    if not config.needs_engine:
         return None
     if getattr(config, "pushes_adapter", False):
         return "object"

@@ -146,10 +146,12 @@ def _remedy(
         return {"learner.num_workers": workers}, total / left, how
     if bound == "push":
         prompts = value_at(config, "rollout.prompts_per_step")
-        later = 2 * prompts if prompts else None
-        changes = {"rollout.prompts_per_step": later} if later else {}
+        if not prompts:  # a recipe on examples, which pushes to evaluate
+            return {}, 1.0, "a larger eval.every would push less often"
+        later = 2 * prompts
         ratio = 2.0 * total / (2.0 * total - took)  # of the samples per second
-        return changes, ratio, f"rollout.prompts_per_step: {later} would push half as often"
+        how = f"rollout.prompts_per_step: {later} would push half as often"
+        return {"rollout.prompts_per_step": later}, ratio, how
     if bound == "callback":
         return {}, total / (total - took), "make the callbacks faster"
     key = "eval.every" if bound == "evaluation" else "checkpoint.every"

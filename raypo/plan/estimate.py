@@ -133,10 +133,9 @@ def _learner(
     """
     itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
     has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
-    is_pushed = not isinstance(config, PolicyExamplesConfig) or config.needs_engine
+    is_pushed = has_words and config.needs_engine
     broadcasts = (
-        has_words
-        and is_pushed
+        is_pushed
         and isinstance(config, OnlineConfig | PolicyExamplesConfig)
         and transport(config, device) == "nccl"
     )
@@ -188,7 +187,7 @@ def _learner(
         "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
-    if has_words and is_pushed:
+    if is_pushed:
         pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
         if device == "cuda":
             result.host |= pushed

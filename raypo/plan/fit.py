@@ -458,9 +458,9 @@ def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
 
 def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | None:
     """Return the config if the run has engines, else None."""
-    if isinstance(config, PolicyExamplesConfig):
-        return config if config.needs_engine else None
-    return config if isinstance(config, OnlineConfig) else None
+    if isinstance(config, OnlineConfig | PolicyExamplesConfig) and config.needs_engine:
+        return config
+    return None
 
 
 def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:

@@ -40,9 +40,9 @@ def longest_response(
 def longer_with(config: AnyConfig, nodes: Sequence[Node]) -> list[tuple[dict[str, Any], int]]:
     """Return changes that make the longest response longer, and its tokens; the best first."""
     now = longest_response(config, nodes)
-    lengths = [(each, longest_response(config, nodes, each)) for each in _changes(config)]
-    longer = [each for each in lengths if each[1] >= WORTH * max(now, 1)]
-    return sorted(longer, key=lambda each: -each[1])[:MAX_CHANGES]
+    lengths = [(change, longest_response(config, nodes, change)) for change in _changes(config)]
+    longer = [(change, tokens) for change, tokens in lengths if tokens >= WORTH * max(now, 1)]
+    return sorted(longer, key=lambda pair: -pair[1])[:MAX_CHANGES]
 
 
 def _fits(

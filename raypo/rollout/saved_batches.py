@@ -107,9 +107,9 @@ def _plain(rollout: Rollout) -> dict[str, Any]:
 
 def _prompt_of(prompts: Sequence[Prompt], index: int) -> Prompt | None:
     """Return a prompt, or None if its row is gone because the user has accepted changed data."""
-    known = without_images(prompts)
-    at = min(bisect_left(known, index, key=lambda prompt: prompt.index), len(prompts) - 1)
-    return prompts[at] if known[at].index == index else None
+    bare = without_images(prompts)
+    position = min(bisect_left(bare, index, key=lambda prompt: prompt.index), len(prompts) - 1)
+    return prompts[position] if bare[position].index == index else None
 
 
 def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompt: Prompt | None) -> Rollout:

@@ -141,7 +141,7 @@ def one_step(
     dealt = workers.scatter(hands)
     _, figures, _ = ppo_step(
         learner,
-        to_experience(dealt).with_(images=tuple(each.images for each in dealt) if images else None),
+        to_experience(dealt),
         PPO,
         UpdateState.initial(PPO),
         roles.data,

@@ -26,9 +26,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from raypo.checks.image_checks import check_images
 from raypo.checks.input_checks import check_evaluation, check_inputs
 from raypo.checks.model_checks import (
-    check_images,
     check_kernels,
     check_model,
     check_models,

@@ -1,4 +1,4 @@
-"""What a process says about its work."""
+"""The work of a process, as the watchdog is told about it."""
 
 import asyncio
 import threading

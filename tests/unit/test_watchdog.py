@@ -1,4 +1,4 @@
-"""Who hangs, and who waits for it, by the workers' heartbeats."""
+"""Judgement of hangs by the workers' heartbeats: the process that hangs, and those that wait."""
 
 import threading
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What bounds a step, and what the key would change: checked by doing it to the seconds."""
+"""Estimates of what bounds a step: checked by applying the remedy to the seconds."""
 
 from typing import Any
 

@@ -71,7 +71,7 @@ def test_layer_inputs_on_the_host_and_mlps_in_tiles_give_the_same_gradients(tmp_
 
 
 def test_layer_inputs_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What is saved on the way is seen by whatever keeps it: here the hidden states alone."""
+    """Hooks see all tensors that are saved for the backward pass: here the hidden states alone."""
     moved: list[torch.Size] = []
 
     def to_host(**_: object) -> saved_tensors_hooks:

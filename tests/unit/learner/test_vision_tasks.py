@@ -1,4 +1,4 @@
-"""What sft and dpo learn from prompts with images, whatever the cut and the number of workers."""
+"""Learning of sft and dpo from prompts with images, with any cut and number of workers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def pictures(seed: int) -> list[Example]:
 
 
 def test_sft_learns_the_colours_of_pictures(policy: Any) -> None:
-    """Of new pictures, too; the vision tower stays random, and keeps every bit."""
+    """It names those of new pictures, too; the random vision tower keeps every bit."""
     section = ExamplesLearnerSection(lr=3e-3, max_tokens_per_microbatch=24)
     task = ResponseTask(deepcopy(policy))
     with (

@@ -1,4 +1,4 @@
-"""What the rules on prompts, labels and templates read: real prompts, tokenizer and template."""
+"""Metrics for the rules on prompts, labels and templates, of real prompts and a real template."""
 
 import json
 from dataclasses import replace
