@@ -75,7 +75,7 @@ def test_a_run_that_is_slow_in_every_phase_has_no_hang(task: Path):
         pid = pid_of("raypo:slow:engine:0")
         while not is_over.wait(0.1):
             os.kill(pid, signal.SIGSTOP)
-            is_over.wait(1.5)
+            is_over.wait(3.0)
             os.kill(pid, signal.SIGCONT)
 
     beside = threading.Thread(target=slow_down_engine)
@@ -100,11 +100,11 @@ def test_a_hang_in_each_phase_is_found_and_named_and_the_run_resumes(
     config = config_of(
         task,
         "hangs",
-        num_steps=2,
+        num_steps=4,
         max_failures=len(PHASES),
         **{"placement.deployment.max_restarts": len(PHASES)},
     )
-    assert PPOTrainer(config).fit().return_value == {"status": "finished", "step": 2}
+    assert PPOTrainer(config).fit().return_value == {"status": "finished", "step": 4}
     folder = task.parent / "uri" / "hangs"
     record = (task.parent / "hung.txt").read_text().splitlines()
     planted = [line.split() for line in record]
